@@ -1,0 +1,1 @@
+../../shadowsup/__init__.py

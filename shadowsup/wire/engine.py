@@ -1,0 +1,263 @@
+"""Engine ↔ supervisor: the spawn spec, heartbeats, reports and orders.
+
+Transport: ZeroMQ, one ROUTER in the supervisor bound at ``{runtime_dir}/beat.sock``, one DEALER in each engine and in the gateway
+whose routing id is the engine id (``chat.3``) or ``gateway``. Each message is one frame: msgpack of the tagged union. A peer sends a
+`Beat` (or `GatewayBeat`) as its first message, on every change of state, and every ``heartbeat_s``. Times are
+``time.monotonic()`` of this machine (CLOCK_MONOTONIC is the same for every process), in seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class EngineState(str, enum.Enum):
+    SPAWNING = "spawning"
+    LOADING = "loading"
+    WARMING = "warming"
+    PARKED = "parked"
+    PROMOTING = "promoting"
+    ACTIVE = "active"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    GONE = "gone"
+    QUARANTINED = "quarantined"
+
+
+class Role(str, enum.Enum):
+    ACTIVE = "active"
+    SHADOW = "shadow"
+    RETIRING = "retiring"
+
+
+class Phase(str, enum.Enum):
+    """What the step loop says it is doing; hang detection judges progress by it."""
+
+    LOADING = "loading"
+    WARMING = "warming"
+    PARKED = "parked"
+    IDLE = "idle"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class KvSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """``size``: bytes, 0 = the engine chooses; ``block_tokens``: tokens a block; ``reserve``: blocks, None = 2 × max_batch."""
+
+    size: int
+    block_tokens: int = 16
+    reserve: int | None = None
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an engine process needs to know. Written as JSON (0600); a nursery gets it in the fork request."""
+
+    node: str
+    worker: str
+    engine: str
+    """Engine id, ``NAME.K``."""
+    seq: int
+    """K of ``NAME.K``; names the owner in the ledger header (u32, from 1)."""
+    kind: str
+    """Engine adapter: a key of ``shadowsup.workers.registry.ADAPTERS``."""
+    model: str
+    revision: str | None = None
+    served_name: str
+    dtype: str = "auto"
+    args: dict[str, object] = {}
+    gpus: tuple[str, ...] = ()
+    """Device UUIDs; empty = CPU and host memory."""
+    rank: int = 0
+    world: int = 1
+    kv: KvSpec
+    verify: str = "none"
+    """Checksum of weights at attach: ``none | sample | full``."""
+    heartbeat_s: float = 0.2
+    runtime_dir: str
+    keeper_socket: str
+    beat_endpoint: str
+    """ZeroMQ endpoint, ``ipc://…``."""
+    link_socket: str
+    """Unix socket the engine listens on for the gateway."""
+    lifeline_fd: int = -1
+    """Set for cold spawns; a nursery replaces it by the fd it received."""
+
+
+class KvCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks. ``blocks = free + active + valid-but-unused + reserve + quarantined`` need not add up: valid blocks may be in use."""
+
+    blocks: int
+    valid: int
+    free: int
+    quarantined: int
+    reserve: int
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
+    engine: str
+    pid: int
+    sent_s: float
+    state: EngineState
+    phase: Phase
+    epoch: int
+    """The epoch this engine owns the ledger in; 0 while it owns none."""
+    step: int
+    """Steps finished since the process started; grows by one a step."""
+    inflight: int
+    queued: int
+    last_step_s: float
+    """When the last step finished; 0.0 before the first."""
+    tokens_total: int
+    kv: KvCounts | None = None
+    detail: str = ""
+    """For people: ``loading weights 41%``, ``capturing graphs``."""
+
+
+class Promoted(msgspec.Struct, frozen=True, kw_only=True, tag="promoted"):
+    """The successor owns the ledger and serves. Durations in seconds, measured in the engine."""
+
+    engine: str
+    epoch: int
+    header_s: float
+    map_s: float
+    index_s: float
+    blocks_kept: int
+    blocks_dropped: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True, tag="first_token"):
+    """The first step of this epoch that produced a token was sent to the gateway. ``resumed``: replayed requests so far."""
+
+    engine: str
+    epoch: int
+    sent_s: float
+    resumed: int
+
+
+class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
+    """Answer to the order `Fence`: quarantined blocks are free again and the reserve is refilled."""
+
+    engine: str
+    epoch: int
+    reserve: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The engine cannot go on and exits after this. ``fatal``: trying again cannot help (no such model, bad argument)."""
+
+    engine: str
+    stage: str
+    """``load | warm | park | promote | step``."""
+    message: str
+    hint: str = ""
+    fatal: bool = False
+
+
+class GatewayBeat(msgspec.Struct, frozen=True, kw_only=True, tag="gateway_beat"):
+    pid: int
+    sent_s: float
+    ready: bool
+    connections: int
+    streams_held: int
+    """Requests accepted and now without an engine (waiting for a successor)."""
+    inflight: int
+    requests_total: int
+    errors_total: int
+    """Requests that ended in a 5xx or an error event."""
+    tokens_total: int
+    replays_total: int
+    epochs: dict[str, int] = {}
+    """Worker → the newest epoch the gateway has a live link to."""
+
+
+Report = Beat | Promoted | FirstToken | Fenced | Failed | GatewayBeat
+"""Everything that arrives at the supervisor's ROUTER."""
+
+
+class Promote(msgspec.Struct, frozen=True, kw_only=True, tag="promote"):
+    """Become the active engine of ``epoch``. ``keep_kv`` False: take fresh KV segments and an empty ledger from the keeper.
+
+    ``fenced`` False: a predecessor's kernels may still write; use reserve blocks only until `Fence` comes.
+    """
+
+    epoch: int
+    keep_kv: bool = True
+    fenced: bool = True
+
+
+class Fence(msgspec.Struct, frozen=True, kw_only=True, tag="fence"):
+    """Every process of every earlier epoch is gone."""
+
+    epoch: int
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """Accept no new request, finish those in flight, go on beating with state ``draining``."""
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Planned hand-over: finish the step in flight, publish, send no further token, then exit with status 0."""
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """Exit with status 0 after the step in flight. Requests in flight are not finished."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine the gateway keeps a link to (parked ones too, so that nothing is dialled in a failover)."""
+
+    engine: str
+    socket: str
+
+
+class WorkerRoute(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    served_name: str
+    kind: str
+    """``link``: own framed protocol; ``http``: plain HTTP upstream (engine: command)."""
+    state: str
+    epoch: int
+    """The newest epoch the supervisor has ordered; events of older ones are dropped."""
+    engines: tuple[Route, ...] = ()
+    upstream: str = ""
+    """``http`` only: ``http://127.0.0.1:PORT`` or ``unix:/path``; empty while none is ready."""
+    give_up_after_s: float
+    reason: str = ""
+    """Why the worker does not serve, for the client's error."""
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True, tag="routes"):
+    """Supervisor → gateway, on each change and as answer to the gateway's first beat: the whole table."""
+
+    version: int
+    workers: tuple[WorkerRoute, ...]
+
+
+class DrainGateway(msgspec.Struct, frozen=True, kw_only=True, tag="drain_gateway"):
+    """Stop accepting, finish (or fail with a retryable error) what runs within ``grace_s``, then exit 0."""
+
+    grace_s: float
+
+
+Order = Promote | Fence | Drain | Release | Stop | Routes | DrainGateway
+"""Everything the supervisor sends from its ROUTER."""
+
+
+def encode(message: Report | Order) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+_report = msgspec.msgpack.Decoder(Report)
+_order = msgspec.msgpack.Decoder(Order)
+
+
+def decode_report(data: bytes) -> Report:
+    """Raises msgspec.MsgspecError when ``data`` is not a report."""
+    return _report.decode(data)
+
+
+def decode_order(data: bytes) -> Order:
+    """Raises msgspec.MsgspecError when ``data`` is not an order."""
+    return _order.decode(data)

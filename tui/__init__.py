@@ -1,0 +1,1 @@
+"""The dashboard: a client of the control protocol and of nothing else."""
