@@ -1,0 +1,53 @@
+"""Fixtures for every test: nothing may leak, and torch stays on one thread unless a test says otherwise."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+# Before torch is imported anywhere: two cores are shared by several processes in these tests.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+
+def _open_fds() -> dict[int, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[int(entry.name)] = os.readlink(entry)
+        except OSError:  # the fd of the listing itself
+            continue
+    return found
+
+
+def _children() -> dict[int, str]:
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        try:
+            found[child.pid] = " ".join(child.cmdline())[:120] or child.status()
+        except psutil.Error:
+            continue
+    return found
+
+
+def _shm() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a process, a memfd, socket or pidfd, or a shared-memory file behind."""
+    before_fds, before_children, before_shm = _open_fds(), _children(), _shm()
+    yield
+    gc.collect()
+    left_children = {pid: what for pid, what in _children().items() if pid not in before_children and "resource_tracker" not in what}
+    watched = ("memfd:", "socket:", "pidfd")
+    left_fds = {fd: to for fd, to in _open_fds().items() if before_fds.get(fd) != to and any(word in to for word in watched)}
+    left_shm = _shm() - before_shm
+    if left_children or left_fds or left_shm:
+        pytest.fail(f"left behind: processes {left_children}, fds {left_fds}, shm {left_shm}")
