@@ -19,7 +19,7 @@ def _open_fds() -> dict[int, str]:
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            found[int(entry.name)] = os.readlink(entry)
+            found[int(entry.name)] = str(entry.readlink())
         except OSError:  # the fd of the listing itself
             continue
     return found

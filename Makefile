@@ -1,0 +1,48 @@
+# The README's two commands, `make start` and `make test`, and their parts. Each works from a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/node.yaml
+# The release that the tests run with. An importable torch is used as it is (a GPU machine has its own build).
+TORCH ?= 2.13.0
+BIN = $(VENV)/bin
+
+.PHONY: start test check lint types unit venv clean
+
+start: $(VENV)/.engine
+	$(BIN)/shadowsup start $(CONFIG)
+
+test: check unit
+
+check: lint types
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+venv: $(VENV)/.test
+
+$(VENV)/.base:
+	@$(PYTHON) -c 'import sys; sys.exit("shadowsup needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q torch==$(TORCH); \
+	fi
+	@touch $@
+
+$(VENV)/.engine: $(VENV)/.base pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[transformers]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.engine pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[transformers,test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
