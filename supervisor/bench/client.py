@@ -1,0 +1,105 @@
+"""A streaming client that notes when each piece of text arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+
+@dataclass(kw_only=True)
+class Stream:
+    """What one client saw. Times are ``time.monotonic()`` seconds."""
+
+    sent_s: float
+    arrivals: list[float] = field(default_factory=list)
+    """One for each event that carried text or token ids."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] | None = None
+    error: str | None = None
+    done: bool = False
+    ended: bool = False
+    """Nothing more will come, for whatever reason."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def reached(self, count: int) -> None:
+        """Wait until ``count`` pieces have arrived or the stream has ended."""
+        while len(self.arrivals) < count and not self.ended:
+            self.changed.clear()
+            await self.changed.wait()
+
+    @property
+    def first_s(self) -> float | None:
+        """Seconds from sending to the first text."""
+        return self.arrivals[0] - self.sent_s if self.arrivals else None
+
+    def resumed_after(self, moment_s: float) -> float | None:
+        """Seconds from ``moment_s`` to the end of the longest silence that ends after it; None when nothing came any more.
+
+        Text that was already on its way when the engine died arrives just after ``moment_s``; the silence that counts is the one behind it.
+        """
+        previous = max((at for at in self.arrivals if at <= moment_s), default=self.sent_s)
+        longest, resumed = 0.0, None
+        for at in (at for at in self.arrivals if at > moment_s):
+            if at - previous > longest:
+                longest, resumed = at - previous, at - moment_s
+            previous = at
+        return resumed
+
+    def longest_gap_s(self) -> float:
+        """The longest time between two arrivals, in seconds."""
+        return max((later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)), default=0.0)
+
+
+async def stream_chat(
+    session: aiohttp.ClientSession,
+    url: str,
+    payload: dict[str, Any],
+    stream: Stream | None = None,
+) -> Stream:
+    """POST ``payload`` (streamed, with usage and token ids) to ``url`` and follow it to its end. Errors end up in `Stream.error`."""
+    seen = stream or Stream(sent_s=time.monotonic())
+    seen.sent_s = time.monotonic()
+    body = {**payload, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    try:
+        async with session.post(url, json=body) as response:
+            if response.status != 200:
+                seen.error = f"HTTP {response.status}: {(await response.text())[:500]}"
+                return seen
+            async for line in response.content:
+                if not line.startswith(b"data: "):
+                    continue
+                if line.startswith(b"data: [DONE]"):
+                    seen.done = True
+                    break
+                _take(seen, msgspec.json.decode(line[6:]))
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        seen.error = f"{type(error).__name__}: {error}"
+    finally:
+        seen.ended = True
+        seen.changed.set()
+    return seen
+
+
+def _take(seen: Stream, event: dict[str, Any]) -> None:
+    if "error" in event:
+        seen.error = str(event["error"])
+        return
+    if event.get("usage"):
+        seen.usage = event["usage"]
+    for choice in event.get("choices", ()):
+        piece = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+        ids = choice.get("token_ids") or ()
+        if piece or ids:
+            seen.arrivals.append(time.monotonic())
+            seen.text += piece or ""
+            seen.token_ids += ids
+            seen.changed.set()
+        if choice.get("finish_reason"):
+            seen.finish_reason = choice["finish_reason"]

@@ -1,0 +1,156 @@
+"""A node of one's own, started as a user would start it, in a temporary folder and on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shadowsup.supervisor.errors import SupervisorError
+
+
+def free_port() -> int:
+    """Return a loopback TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """A running node. ``status`` and ``pid_of`` ask it through the command line, as an operator does."""
+
+    def __init__(self, folder: Path, config: Path, port: int, process: asyncio.subprocess.Process, output: Path) -> None:
+        self.folder = folder
+        self.config = config
+        self.port = port
+        self.process = process
+        self.output = output
+
+    @property
+    def runtime_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def cli(self, *arguments: str, check: bool = True, timeout_s: float = 60.0) -> tuple[int, str, str]:
+        """Run ``shadowsup`` against this node. Returns (exit code, stdout, stderr).
+
+        Raises:
+            SupervisorError: ``check`` and a non-zero exit code.
+        """
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(self.runtime_dir), *arguments),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            out, err = await asyncio.wait_for(child.communicate(), timeout_s)
+        except TimeoutError:
+            child.kill()
+            await child.wait()
+            raise
+        if check and child.returncode:
+            raise SupervisorError(f"shadowsup {' '.join(arguments)} exited with {child.returncode}: {err.decode().strip()}")
+        return child.returncode or 0, out.decode(), err.decode()
+
+    async def status(self) -> dict[str, Any]:
+        _, out, _ = await self.cli("status", "-o", "json")
+        answer: dict[str, Any] = json.loads(out)
+        return answer
+
+    async def worker(self, name: str | None = None) -> dict[str, Any]:
+        workers = (await self.status())["workers"]
+        found: dict[str, Any] = next(worker for worker in workers if name in (None, worker["name"]))
+        return found
+
+    async def wait_for(self, state: str, worker: str | None = None, timeout_s: float = 120.0) -> dict[str, Any]:
+        """Wait until a worker's state is ``state``; return its part of the status.
+
+        Raises:
+            SupervisorError: the node died or the state did not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        seen = "nothing"
+        while time.monotonic() < deadline:
+            if self.process.returncode is not None:
+                raise SupervisorError(f"the node exited with {self.process.returncode}: {self.tail()}")
+            with contextlib.suppress(SupervisorError):
+                found = await self.worker(worker)
+                seen = found["state"]
+                if seen == state:
+                    return found
+            await asyncio.sleep(0.1)
+        raise SupervisorError(f"the worker is {seen}, not {state}, after {timeout_s:.0f} s: {self.tail()}")
+
+    def tail(self, lines: int = 20) -> str:
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+
+async def engine_pid(node: Node, role: str, worker: str | None = None) -> int:
+    """Return the pid of the worker's (first) engine in ``role``.
+
+    Raises:
+        SupervisorError: there is none.
+    """
+    for engine in (await node.worker(worker))["engines"]:
+        if engine["role"] == role and engine["pid"]:
+            return int(engine["pid"])
+    raise SupervisorError(f"the worker has no {role} engine")
+
+
+@contextlib.asynccontextmanager
+async def running(
+    config: dict[str, Any] | Path, *, state: str | None = "healthy", timeout_s: float = 180.0, keep: bool = False
+) -> AsyncIterator[Node]:
+    """Start a node and stop it at the end. ``config``: its content, or a file that is read and given a folder and port of its own.
+
+    Raises:
+        SupervisorError: it did not reach ``state`` in ``timeout_s``, or did not stop cleanly.
+    """
+    content: dict[str, Any] = yaml.safe_load(config.read_text()) if isinstance(config, Path) else json.loads(json.dumps(config))
+    folder = Path(tempfile.mkdtemp(prefix="shadowsup-bench-"))
+    port = free_port()
+    content.setdefault("version", 1)
+    content.setdefault("node", {}).update(name=content.get("node", {}).get("name", "bench"), state_dir=str(folder / "state"))
+    content.setdefault("gateway", {})["listen"] = f"127.0.0.1:{port}"
+    path = folder / "node.yaml"
+    path.write_text(yaml.safe_dump(content))
+    output = folder / "start.log"
+    with output.open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(folder / "run"), "start", str(path)),
+            stdout=sink,
+            stderr=sink,
+            stdin=asyncio.subprocess.DEVNULL,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    node = Node(folder, path, port, process, output)
+    try:
+        if state is not None:
+            await node.wait_for(state, timeout_s=timeout_s)
+        yield node
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), 60.0)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+                raise SupervisorError(f"the node did not stop within 60 s: {node.tail()}") from None
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
