@@ -1,0 +1,110 @@
+"""``processes.json``: every process this node runs, so that the next supervisor can adopt or end it.
+
+Written at each change by rename, so that a supervisor killed at any instant leaves a whole file. There is no fsync: a machine that
+crashes takes the processes with it, and another boot id makes the old entries void.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from shadowsup.supervisor import identity as ids
+from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.identity import Identity
+
+SCHEMA = 1
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One process. ``what``: ``engine``, ``keeper``, ``gateway``, ``nursery``, ``scribe``, ``sensor``."""
+
+    identity: Identity
+    what: str
+    engine: str = ""
+    """Engine id; for other kinds a name where there are several (a nursery's)."""
+    tag: str = ""
+    """Value of ``SHADOWSUP_ENGINE`` in its environment, see `shadowsup.supervisor.tree`."""
+    pgid: int = 0
+    """Its process group, 0 = none of its own."""
+    data: dict[str, str] = {}
+    """What an adopting supervisor needs besides: paths of sockets and spec."""
+
+
+class _File(msgspec.Struct, kw_only=True):
+    schema: int
+    processes: list[Entry]
+
+
+class Registry:
+    """The file of one runtime directory. One writer: the supervisor that holds the node's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: dict[Identity, Entry] = {}
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries.values())
+
+    def record(self, entry: Entry) -> None:
+        """Add or replace the entry of ``entry.identity``; it is on disk when this returns. Call right after the spawn.
+
+        Raises:
+            SupervisorError: the file cannot be written.
+        """
+        self._entries[entry.identity] = entry
+        self._write()
+
+    def forget(self, identity: Identity) -> None:
+        """Drop a process that is gone; unknown ones are ignored.
+
+        Raises:
+            SupervisorError: the file cannot be written.
+        """
+        if self._entries.pop(identity, None) is not None:
+            self._write()
+
+    def leftovers(self) -> tuple[Entry, ...]:
+        """Read the file an earlier supervisor left and return, and keep, the entries whose process still runs.
+
+        Raises:
+            SupervisorError: the file is not readable as a registry. Nothing may be started then: it could be the second one.
+        """
+        try:
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise SupervisorError(f"cannot read {self._path}: {error.strerror}") from error
+        try:
+            found = msgspec.json.decode(raw, type=_File)
+        except msgspec.MsgspecError as error:
+            raise SupervisorError(
+                f"{self._path} is not a list of processes: {error}",
+                "find what an earlier supervisor left running (ps aux | grep shadowsup), end it, then remove the file",
+            ) from error
+        if found.schema != SCHEMA:
+            raise SupervisorError(
+                f"{self._path} has schema {found.schema}, this version writes {SCHEMA}",
+                "stop the node with the version that started it",
+            )
+        for entry in found.processes:
+            if ids.alive(entry.identity):
+                self._entries.setdefault(entry.identity, entry)
+        return self.entries
+
+    def _write(self) -> None:
+        data = msgspec.json.format(msgspec.json.encode(_File(schema=SCHEMA, processes=list(self._entries.values()))))
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            # Mode at creation: a moment with wider permissions would be one moment too many.
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            temporary.rename(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise SupervisorError(f"cannot write {self._path}: {error.strerror}", "is the runtime directory full or gone?") from error
