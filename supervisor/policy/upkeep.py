@@ -1,0 +1,372 @@
+"""What a worker is and what follows from it: the level-triggered half of the policy.
+
+`Upkeep._reconcile` compares what is with what is wanted and says what to do about it. It is run after every event, so the order in which
+events arrive decides nothing, and a lost occasion is found again at the next event or deadline.
+"""
+
+from __future__ import annotations
+
+from shadowsup.supervisor.policy import detector, ladder
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import (
+    FIRST_BEAT_S,
+    PROMOTE_BOUND_S,
+    REFILL_DELAY_S,
+    Desired,
+    EngineRecord,
+    How,
+    NurseryState,
+    WorkerSettings,
+    WorkerState,
+)
+from shadowsup.supervisor.policy.restart import RestartBook
+from shadowsup.supervisor.policy.succession import Succession
+from shadowsup.supervisor.policy.timeline import Timeline
+from shadowsup.wire import engine as w
+from shadowsup.wire.engine import EngineState, Role
+
+NEVER_S = float("inf")
+
+
+class Upkeep:
+    """The state of one worker, and what must be done about it."""
+
+    def __init__(self, settings: WorkerSettings, *, nursery: NurseryState = NurseryState.NONE) -> None:
+        self.settings = settings
+        self.engines: dict[str, EngineRecord] = {}
+        self.succession = Succession()
+        self.desired = Desired.STOP
+        self.nursery = nursery
+        self.state = WorkerState.STOPPED
+        self.down_reason = ""
+        self.shadow_reason = ""
+        self.last_failure = ""
+        self.cold_start_s: float | None = None
+        self.timeline: Timeline | None = None
+        self.deadline_s = NEVER_S
+        self._fork_trusted = True
+        self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
+        self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
+        self._next_seq = 1
+        self._memory_used = False
+        self._judge_from_s = 0.0
+        self._actions: list[m.WorkerAction] = []
+        self._routes_key: object = None
+
+    # --- what is seen from outside ----------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.succession.epoch
+
+    @property
+    def active(self) -> EngineRecord | None:
+        return self.engines.get(self.succession.active) if self.succession.active else None
+
+    @property
+    def give_up_after_s(self) -> float:
+        """How long the gateway holds a request: as configured, else max(60 s, twice the measured cold start)."""
+        if self.settings.give_up_after_s is not None:
+            return self.settings.give_up_after_s
+        return max(60.0, 2 * (self.cold_start_s or 0.0))
+
+    @property
+    def reason(self) -> str:
+        """Why the worker is not healthy, for people; empty when it is."""
+        if self.state is WorkerState.DOWN:
+            return self.down_reason
+        if self.state in (WorkerState.BACKOFF, WorkerState.RECOVERING, WorkerState.STARTING):
+            return self.last_failure
+        if self.state is WorkerState.DEGRADED:
+            return self.shadow_reason or self.last_failure
+        return ""
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of this worker runs any more, except what the kernel does not let go."""
+        return self.desired is Desired.STOP and all(e.state is EngineState.QUARANTINED for e in self.engines.values())
+
+    def routable(self) -> list[EngineRecord]:
+        """Return the engines that the gateway keeps a link to: those that serve or may serve next."""
+        states = (EngineState.PARKED, EngineState.PROMOTING, EngineState.ACTIVE, EngineState.DRAINING)
+        return [
+            e
+            for e in self.engines.values()
+            if not e.dying and (e.state in states or (e.stop is not None and e.id == self.succession.active))
+        ]
+
+    def refusal(self, event: m.WorkerEvent) -> tuple[str, str] | None:
+        """Return why an operator's request cannot be granted now (message, hint), or None."""
+        name = self.settings.name
+        if isinstance(event, m.FailOver):
+            if self.active is None or not self.active.serving or self.active.stop is not None:
+                return f"worker {name} has no active engine to hand over from", f"its state is {self.state.value}"
+            if not any(e.parked for e in self.engines.values()):
+                return f"worker {name} has no parked shadow to hand over to", "wait until it is healthy, or use restart"
+        if isinstance(event, m.DrainWorker) and (self.active is None or self.desired is Desired.STOP):
+            return f"worker {name} does not serve: there is nothing to drain", f"its state is {self.state.value}"
+        if isinstance(event, m.Drill) and (event.engine not in self.engines or self.engines[event.engine].pid is None):
+            return f"no running engine {event.engine}", "see `shadowsup status`"
+        return None
+
+    # --- what follows -----------------------------------------------------------------------------------------------------------
+
+    def _reconcile(self, now_s: float) -> None:
+        self.deadline_s = NEVER_S
+        self._watch(now_s)
+        if self.desired is Desired.STOP or self.down_reason:
+            for engine in self.engines.values():
+                if engine.stop is None and not engine.dying:
+                    ladder.begin(engine, now_s)
+        self._promote(now_s)
+        self._push_ends(now_s)
+        self._start_service(now_s)
+        self._drain_active()
+        self._fence(now_s)
+        self._refill(now_s)
+        self._close_when_done(now_s)
+        self._free_when_stopped()
+        self._tell(now_s)
+
+    def _at(self, when_s: float) -> None:
+        self.deadline_s = min(self.deadline_s, when_s)
+
+    def _watch(self, now_s: float) -> None:
+        """Shadows and loading engines are watched like actives (P34)."""
+        for engine in list(self.engines.values()):
+            if engine.dying:
+                continue
+            cause, due_s = self._judge(engine, now_s)
+            if cause is not None and now_s < self._judge_from_s:
+                cause, due_s = None, self._judge_from_s
+            if cause is not None:
+                self._condemn(engine, cause, now_s)
+            else:
+                self._at(due_s)
+
+    def _judge(self, engine: EngineRecord, now_s: float) -> tuple[str | None, float]:
+        """Return the verdict, or None and when to look again."""
+        due_s = NEVER_S
+        settings = self.settings
+        if engine.stop is not None:
+            return None, due_s  # the ladder has its own bounds
+        if engine.vitals.beat is None and engine.how is How.NURSERY and engine.pid is not None:
+            if now_s >= engine.spawned_s + FIRST_BEAT_S:
+                self._fork_trusted = False
+                return f"no sign of life {FIRST_BEAT_S:g} s after the fork", now_s
+            due_s = engine.spawned_s + FIRST_BEAT_S
+        if engine.parked_s is None and engine.epoch == 0:
+            if now_s >= engine.spawned_s + settings.startup_s:
+                return f"start-up took longer than {settings.startup_s:g} s (it was {engine.state.value})", now_s
+            due_s = min(due_s, engine.spawned_s + settings.startup_s)
+        if engine.promote_sent_s is not None and engine.promoted_s is None:
+            if now_s >= engine.promote_sent_s + PROMOTE_BOUND_S:
+                return f"promotion did not finish within {PROMOTE_BOUND_S:g} s", now_s
+            due_s = min(due_s, engine.promote_sent_s + PROMOTE_BOUND_S)
+        hang = detector.judge(engine.vitals, settings.hang, now_s)
+        look_s = detector.due_s(engine.vitals, settings.hang)
+        return hang, min(due_s, look_s if look_s is not None else NEVER_S)
+
+    def _push_ends(self, now_s: float) -> None:
+        for engine in list(self.engines.values()):
+            actions, again_s = ladder.push(engine, self.settings, now_s)
+            self._actions += actions
+            self._at(again_s)
+            if engine.dying and engine.id == self.succession.active:
+                self._lost_active(engine, now_s)  # the ladder ran out on a hand-over
+
+    def _promote(self, now_s: float) -> None:
+        if self.desired is Desired.STOP or self.down_reason:
+            return
+        decision = self.succession.decide(list(self.engines.values()), now_s)
+        if decision is None:
+            return
+        if isinstance(decision, float):
+            self._at(decision)
+            return
+        engine = self.engines[decision.engine]
+        engine.epoch, engine.keep_kv, engine.promote_sent_s = decision.epoch, decision.keep_kv, now_s
+        engine.fence_sent = decision.fenced
+        engine.role = Role.ACTIVE
+        self._memory_used = True
+        self._do(m.Send(engine.id, w.Promote(epoch=decision.epoch, keep_kv=decision.keep_kv, fenced=decision.fenced)))
+        self._set_state(engine, EngineState.PROMOTING)
+        self._at(now_s + PROMOTE_BOUND_S)
+        if not decision.keep_kv:
+            text = f"the KV of {self.settings.name} is given up: a former owner could not be frozen in time"
+            self._do(m.Announce("worker.kv_dropped", text, "warning", engine.id, decision.epoch))
+        if self.timeline is not None and not self.timeline.done:
+            self.timeline.ordered(engine, decision.epoch)
+            if decision.fenced:
+                self.timeline.fence(now_s)
+            self._do(m.Record(self.timeline.recovery))
+
+    def _start_service(self, now_s: float) -> None:
+        """Nobody serves and nobody is about to: start an engine, as fast as this machine allows."""
+        if self.desired is not Desired.RUN or self.down_reason or self.active is not None:
+            return
+        if any(e.parked or e.loading for e in self.engines.values()):
+            return
+        if self._service.exhausted(now_s):
+            limit = f"gave up after {self.settings.max_failures} restarts within {self.settings.window_s:g} s"
+            self.down_reason = f"{limit}; last: {self.last_failure}"
+            return
+        if now_s < self._service.not_before_s:
+            self._at(self._service.not_before_s)
+            return
+        if self.nursery is NurseryState.STARTING and self.epoch == 0 and self._service.in_a_row == 0:
+            return  # its imports are the longest part of a cold start too: wait for it
+        self._spawn(now_s, refill=False)
+
+    def _refill(self, now_s: float) -> None:
+        """Keep N shadows parked, one start at a time, when the streams run again."""
+        active = self.active
+        if self.desired is not Desired.RUN or self.down_reason or active is None or not active.serving or active.promoted_s is None:
+            return
+        if active.stop is not None:
+            return
+        if self.timeline is not None and not self.timeline.served:
+            served_s = active.promoted_s + REFILL_DELAY_S
+            if now_s < served_s:
+                self._at(served_s)
+                return
+            self.timeline.served = True
+        if any(e.loading for e in self.engines.values()):
+            return
+        if self._missing() > 0:
+            if self.nursery is NurseryState.STARTING or self.shadow_reason:
+                return
+            if now_s < self._shadow.not_before_s:
+                self._at(self._shadow.not_before_s)
+                return
+            self._spawn(now_s, refill=True)
+        else:
+            self._replace_stale(active, now_s)
+
+    def _missing(self) -> int:
+        """Shadows to start. An engine that is on its way out has no place any more, a stale one still has."""
+        return self.settings.shadows - sum(1 for e in self.engines.values() if e.live and e.id != self.succession.active)
+
+    def _replace_stale(self, active: EngineRecord, now_s: float) -> None:
+        shadows = [e for e in self.engines.values() if e.parked]
+        stale = [e for e in shadows if e.stale or self.succession.is_stale(e)]
+        if stale:
+            self._do(m.Announce("engine.replaced", f"{stale[0].id} is replaced by a new shadow", engine=stale[0].id))
+            ladder.begin(stale[0], now_s)
+            self._push_ends(now_s)
+            self._refill(now_s)
+        elif active.stale:
+            self._release(active, now_s)
+
+    def _release(self, active: EngineRecord, now_s: float) -> None:
+        self._do(m.Announce("worker.hand_over", f"{active.id} hands over", engine=active.id, epoch=active.epoch))
+        ladder.begin(active, now_s, release=True)
+        self._push_ends(now_s)
+
+    def _spawn(self, now_s: float, *, refill: bool) -> None:
+        how = How.NURSERY if self.nursery is NurseryState.READY and self._fork_trusted else How.COLD
+        seq = self._next_seq
+        self._next_seq += 1
+        engine = EngineRecord(
+            id=f"{self.settings.name}.{seq}", seq=seq, how=how, spawned_s=now_s, refill=refill, kv_set=self.succession.kv_set_of_newcomer()
+        )
+        self.engines[engine.id] = engine
+        self._memory_used = True
+        self._at(now_s + self.settings.startup_s)
+        self._do(m.Spawn(engine.id, seq, how, refill))
+        self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
+
+    def _drain_active(self) -> None:
+        active = self.active
+        if self.desired is Desired.DRAIN and active is not None and active.serving and not active.drain_sent and active.stop is None:
+            active.drain_sent = True
+            self._do(m.Send(active.id, w.Drain()))
+
+    def _fence(self, now_s: float) -> None:
+        """Every process of every former owner is gone: the successor may use all blocks again."""
+        active = self.active
+        if active is None or active.fence_sent or active.promoted_s is None or self.succession.former_owners(self.engines.values()):
+            return
+        active.fence_sent = True
+        self._do(m.Send(active.id, w.Fence(epoch=active.epoch)))
+        if self.timeline is not None:
+            self.timeline.fence(now_s)
+            self._do(m.Record(self.timeline.recovery))
+
+    def _close_when_done(self, now_s: float) -> None:
+        active = self.active
+        if active is not None and active.promoted_s is not None and active.serving:
+            if now_s >= active.promoted_s + self.settings.healthy_after_s:
+                self._service.reset()
+            elif self._service.in_a_row:
+                self._at(active.promoted_s + self.settings.healthy_after_s)
+        proven = [e.parked_s for e in self.engines.values() if e.parked and e.parked_s is not None]
+        if self._shadow.in_a_row and proven:
+            due_s = min(proven) + self.settings.healthy_after_s
+            if now_s >= due_s:
+                self._shadow.reset()
+            else:
+                self._at(due_s)
+        if self.timeline is not None and self.timeline.done:
+            self._close_timeline()
+
+    def _close_timeline(self) -> None:
+        if self.timeline is not None:
+            self._do(m.Record(self.timeline.recovery, done=True))
+            self.timeline = None
+
+    def _free_when_stopped(self) -> None:
+        if self.settled and self._memory_used:
+            self._memory_used = False
+            self._close_timeline()
+            self.succession.abandon_memory()
+            self._do(m.FreeMemory())
+
+    # --- telling ----------------------------------------------------------------------------------------------------------------
+
+    def _set_state(self, engine: EngineRecord, state: EngineState) -> None:
+        if engine.state is not state:
+            engine.state = state
+            text = f"{engine.id} is {state.value}"
+            self._do(m.Announce("engine.state", text, engine=engine.id, epoch=engine.epoch or None, data={"state": state.value}))
+
+    def _worker_state(self, now_s: float) -> WorkerState:
+        active = self.active
+        if self.desired is Desired.STOP:
+            return WorkerState.STOPPED if self.settled else WorkerState.STOPPING
+        if self.down_reason:
+            return WorkerState.DOWN
+        if active is not None and active.promoted_s is not None:
+            if self.desired is Desired.DRAIN:
+                return WorkerState.DRAINING
+            parked = sum(1 for e in self.engines.values() if e.parked)
+            return WorkerState.HEALTHY if parked >= self.settings.shadows else WorkerState.DEGRADED
+        if active is None and now_s < self._service.not_before_s and not any(e.live for e in self.engines.values()):
+            return WorkerState.BACKOFF
+        return WorkerState.STARTING if self.timeline is None else WorkerState.RECOVERING
+
+    def _tell(self, now_s: float) -> None:
+        state = self._worker_state(now_s)
+        if state is not self.state:
+            was, self.state = self.state, state
+            level = "error" if state is WorkerState.DOWN else "info" if state in _CALM else "warning"
+            text = f"{self.settings.name} is {state.value}" + (f": {self.reason}" if self.reason else "")
+            self._do(m.Announce("worker.state", text, level, epoch=self.epoch, data={"state": state.value, "was": was.value}))
+        key = (self.state, self.epoch, self.reason, self.give_up_after_s, tuple(e.id for e in self.routable()))
+        if key != self._routes_key:
+            self._routes_key = key
+            self._do(m.PublishRoutes())
+
+    # --- the half that takes events ---------------------------------------------------------------------------------------------
+
+    def _do(self, action: m.WorkerAction) -> None:
+        self._actions.append(action)
+
+    def _condemn(self, engine: EngineRecord, cause: str, now_s: float) -> None:
+        raise NotImplementedError
+
+    def _lost_active(self, engine: EngineRecord, now_s: float) -> None:
+        raise NotImplementedError
+
+
+_CALM = (WorkerState.STARTING, WorkerState.HEALTHY, WorkerState.STOPPING, WorkerState.STOPPED, WorkerState.DRAINING)

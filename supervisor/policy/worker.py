@@ -1,0 +1,290 @@
+"""The policy of one worker with kept memory: one active engine, N parked shadows, one successor an epoch.
+
+This half takes the events and updates the records; what follows from the records is said in `upkeep`.
+"""
+
+from __future__ import annotations
+
+from shadowsup.supervisor.policy import ladder
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import (
+    LATE_S,
+    PROVEN_PARKED_S,
+    Desired,
+    EngineRecord,
+    How,
+    NurseryState,
+    WorkerState,
+    exit_text,
+)
+from shadowsup.supervisor.policy.timeline import Timeline
+from shadowsup.supervisor.policy.upkeep import Upkeep
+from shadowsup.wire import engine as w
+from shadowsup.wire.engine import EngineState, Role
+
+NEVER_S = float("inf")
+
+
+class WorkerPolicy(Upkeep):
+    """Decides for one worker. Call `handle` with each event and carry out what it returns, in order.
+
+    ``deadline_s`` is when a `Tick` is due (monotonic; ``inf``: none). Beats go through `beat`, which is cheap when nothing changes.
+    """
+
+    # --- events -----------------------------------------------------------------------------------------------------------------
+
+    def beat(self, beat: w.Beat, now_s: float) -> list[m.WorkerAction]:
+        """Take a heartbeat; works only when the state changed or something waits for it."""
+        engine = self.engines.get(beat.engine)
+        if engine is None:
+            return []
+        first = engine.vitals.beat is None
+        engine.vitals.note(beat, now_s)
+        if beat.step > 0 and beat.epoch > 0:
+            engine.committed = True
+        if not first and (engine.state is beat.state or not engine.live) and self.desired is not Desired.DRAIN:
+            return []
+        return self.handle(m.Beaten(beat), now_s)
+
+    def handle(self, event: m.WorkerEvent, now_s: float) -> list[m.WorkerAction]:
+        """Take one event, return what to do."""
+        self._actions = []
+        match event:
+            case m.Tick(late_s=late_s):
+                if late_s > LATE_S:
+                    self._judge_from_s = now_s + max(LATE_S, 3 * self.settings.heartbeat_s)
+            case m.Spawned():
+                self._spawned(event)
+            case m.SpawnFailed():
+                self._spawn_failed(event, now_s)
+            case m.Beaten(beat=beat):
+                self._beaten(beat, now_s)
+            case m.Reported(report=report):
+                self._reported(report, now_s)
+            case m.Died():
+                self._died(event, now_s)
+            case m.Frozen():
+                self._frozen(self.engines.get(event.engine), now_s)
+            case m.Gone():
+                self._gone(event, now_s)
+            case m.NurseryChanged(state=state):
+                self.nursery = state
+                self._fork_trusted = self._fork_trusted or state is NurseryState.READY
+            case m.Drill():
+                if event.engine in self.engines:
+                    self.engines[event.engine].excused = True
+                    self._do(m.Signal(event.engine, event.signal))
+            case m.Ready():
+                pass
+            case _:
+                self._ordered(event, now_s)
+        self._reconcile(now_s)
+        return self._actions
+
+    def _ordered(self, event: m.WorkerEvent, now_s: float) -> None:
+        """Take a wish of the operator."""
+        match event:
+            case m.RunWorker():
+                self._forgive()
+                self.desired = Desired.RUN
+            case m.StopWorker():
+                self.desired = Desired.STOP
+            case m.DrainWorker():
+                self.desired = Desired.DRAIN
+            case m.RestartWorker():
+                self._forgive()
+                self.desired = Desired.RUN
+                for engine in self.engines.values():
+                    engine.stale = True
+            case m.FailOver():
+                if self.refusal(event) is None and self.active is not None:
+                    self._release(self.active, now_s)
+
+    def _forgive(self) -> None:
+        self.down_reason = self.shadow_reason = self.last_failure = ""
+        self._service.reset()
+        self._shadow.reset()
+
+    def _spawned(self, event: m.Spawned) -> None:
+        engine = self.engines.get(event.engine)
+        if engine is not None:
+            engine.pid = event.pid
+            engine.killed_s = None  # a verdict before there was a pid killed nothing
+
+    def _spawn_failed(self, event: m.SpawnFailed, now_s: float) -> None:
+        engine = self.engines.pop(event.engine, None)
+        if engine is None:
+            return
+        self._do(m.Announce("engine.spawn_failed", f"{engine.id} could not be started: {event.message}", "error", engine.id))
+        self._do(m.Forget(engine.id))
+        if event.how is How.NURSERY:
+            self._fork_trusted = False
+        elif not engine.dying:
+            engine.message, engine.hint, engine.fatal = event.message, event.hint, event.fatal
+            self._count(engine, now_s)
+
+    def _beaten(self, beat: w.Beat, now_s: float) -> None:
+        engine = self.engines.get(beat.engine)
+        if engine is None or engine.dying:
+            return
+        if engine.pid is None:
+            engine.pid = beat.pid
+        if engine.stop is not None:
+            return
+        match beat.state:
+            case EngineState.LOADING | EngineState.WARMING | EngineState.PARKED if engine.epoch == 0:
+                self._set_state(engine, beat.state)
+                if beat.state is EngineState.PARKED and engine.parked_s is None:
+                    self._parked(engine, now_s)
+            case EngineState.ACTIVE | EngineState.DRAINING if engine.id != self.succession.active:
+                self._condemn(engine, "serves without an order", now_s)
+            case EngineState.ACTIVE if engine.promoted_s is None and beat.epoch == engine.epoch:
+                self._promoted(engine, None, now_s)
+            case EngineState.DRAINING if engine.drain_sent:
+                self._set_state(engine, beat.state)
+                if beat.inflight == 0 and beat.queued == 0 and self.desired is Desired.DRAIN:
+                    self._do(m.Announce("worker.drained", f"{self.settings.name} has finished every request", engine=engine.id))
+                    self.desired = Desired.STOP
+            case EngineState.STOPPING:
+                # Somebody else told it to stop. It gets the time of a planned end; the failover starts when it is dead.
+                stop = ladder.begin(engine, now_s, release=True)
+                stop.ordered = stop.signalled = True
+
+    def _parked(self, engine: EngineRecord, now_s: float) -> None:
+        engine.parked_s = now_s
+        if self.cold_start_s is None:
+            self.cold_start_s = now_s - engine.spawned_s
+        if self.timeline is not None and self.active is not None and self._missing() <= 0:
+            self.timeline.refill(now_s)
+            self._do(m.Record(self.timeline.recovery))
+
+    def _reported(self, report: w.Promoted | w.FirstToken | w.Fenced | w.Failed, now_s: float) -> None:
+        engine = self.engines.get(report.engine)
+        if engine is None:
+            return
+        match report:
+            case w.Failed():
+                engine.message, engine.hint, engine.fatal = report.message, report.hint, report.fatal
+                self._condemn(engine, f"failed to {report.stage}: {report.message}", now_s)
+            case w.Promoted():
+                if engine.dying:
+                    return
+                if engine.id != self.succession.active or report.epoch != engine.epoch:
+                    self._condemn(engine, f"took epoch {report.epoch} without an order", now_s)
+                else:
+                    self._promoted(engine, report, now_s)
+            case w.FirstToken():
+                engine.committed = True
+                if self.timeline is not None and engine.id == self.succession.active and report.epoch == engine.epoch:
+                    self.timeline.first_token(report)
+                    self._do(m.Record(self.timeline.recovery))
+            case w.Fenced():
+                text = f"{engine.id} uses every block again, {report.reserve} of them set aside for the next failover"
+                self._do(m.Announce("engine.fenced", text, engine=engine.id, epoch=report.epoch))
+
+    def _promoted(self, engine: EngineRecord, report: w.Promoted | None, now_s: float) -> None:
+        again = engine.promoted_s is not None  # the beat may be ahead of the report
+        engine.promoted_s = engine.promoted_s if engine.promoted_s is not None else now_s
+        if not again:
+            self._set_state(engine, EngineState.ACTIVE)
+            self.succession.confirm(engine)
+            self.last_failure = ""
+        if self.timeline is not None:
+            self.timeline.promoted(report, engine.promoted_s)
+            self._do(m.Record(self.timeline.recovery))
+
+    def _died(self, event: m.Died, now_s: float) -> None:
+        engine = self.engines.get(event.engine)
+        if engine is None:
+            return
+        if not engine.exit:
+            engine.exit = exit_text(event.status)
+        self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
+        if event.frozen:
+            self._frozen(engine, now_s)
+
+    def _condemn(self, engine: EngineRecord, cause: str, now_s: float) -> None:
+        """Pass the verdict: this engine is dead, or will be at once."""
+        if engine.dying:
+            return
+        engine.verdict_s, engine.cause = now_s, cause
+        expected = engine.stop is not None
+        engine.role = Role.RETIRING
+        was = engine.state
+        if was is not EngineState.QUARANTINED:
+            engine.state = EngineState.STOPPING
+        if not expected:
+            text = f"{engine.id} ({was.value}): {cause}"
+            self._do(m.Announce("engine.verdict", text, "warning", engine.id, engine.epoch or None, {"cause": cause, "state": was.value}))
+            self._count(engine, now_s)
+        if engine.id == self.succession.active:
+            self._lost_active(engine, now_s)
+
+    def _lost_active(self, engine: EngineRecord, now_s: float) -> None:
+        if self.desired is Desired.STOP:
+            self.succession.leave()
+            return
+        pending = self.timeline if self.timeline is not None and engine.promoted_s is None else None
+        if pending is None and engine.promoted_s is None:
+            # The very first promotion failed: no service was lost, only a start.
+            self.succession.vacate()
+            return
+        self.succession.vacate()
+        if pending is not None:
+            pending.recovery.epoch = self.epoch  # the same failover, one rung further
+            return
+        self._close_timeline()
+        if engine.stop is not None:
+            engine.cause = "planned hand-over"
+        self.timeline = Timeline(self.settings.name, engine, self.epoch, now_s, wants_refill=self.settings.shadows > 0)
+        self._do(m.Record(self.timeline.recovery))
+
+    def _frozen(self, engine: EngineRecord | None, now_s: float) -> None:
+        if engine is not None and engine.frozen_s is None:
+            engine.frozen_s = now_s
+            if self.timeline is not None and engine.id == self.timeline.old:
+                self.timeline.frozen(now_s)
+
+    def _gone(self, event: m.Gone, now_s: float) -> None:
+        engine = self.engines.get(event.engine)
+        if engine is None:
+            return
+        engine.exit = engine.exit or exit_text(event.status)
+        self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
+        self._frozen(engine, now_s)
+        del self.engines[engine.id]
+        if self.timeline is not None and engine.id == self.timeline.old:
+            self.timeline.recovery.exit = engine.exit
+            self._do(m.Record(self.timeline.recovery))
+        output = "\n".join(event.output)
+        if output and not engine.excused and not engine.committed and not engine.message:
+            how = engine.exit or "an unknown status"
+            self._explain(f"{engine.id} ended with {how}; its last output:\n{output}")
+        self._do(
+            m.Announce(
+                "engine.gone", f"{engine.id} is gone ({engine.exit or 'status unknown'})", "info", engine.id, data={"exit": engine.exit}
+            )
+        )
+        self._do(m.Forget(engine.id))
+
+    def _count(self, engine: EngineRecord, now_s: float) -> None:
+        """Account for an engine that ended without an order; only one that never worked counts as a failed start."""
+        hint = f" ({engine.hint})" if engine.hint else ""
+        what = engine.message + hint if engine.message else engine.cause or "could not be started"
+        for_shadow = engine.epoch == 0 and self.active is not None and self.active.id != engine.id
+        if engine.fatal:
+            if for_shadow or any(e.parked for e in self.engines.values()):
+                self.shadow_reason = what
+            else:
+                self.down_reason = what
+        if engine.excused or engine.committed:
+            return
+        self._explain(f"{engine.id}: {what}")
+        if engine.parked_s is not None and engine.epoch == 0 and now_s - engine.parked_s >= PROVEN_PARKED_S:
+            return
+        (self._shadow if for_shadow else self._service).failed(now_s)
+
+    def _explain(self, text: str) -> None:
+        self.last_failure = text
+        if self.down_reason and self.state is WorkerState.DOWN:
+            self.down_reason = f"{self.down_reason.splitlines()[0]}\n{text}"
