@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+NAME = "multilinear-64"
+"""Noted with the checksums, so that another algorithm may follow."""
+
 PIECE = 4 * 1024 * 1024
 """Bytes that one checksum covers."""
 

@@ -1,6 +1,8 @@
-"""The error type of the engine side."""
+"""The error type of the engine side, and what an engine's exit status means."""
 
 from __future__ import annotations
+
+import enum
 
 from shadowsup.errors import ShadowsupError
 
@@ -11,3 +13,16 @@ class WorkerError(ShadowsupError):
     def __init__(self, message: str, hint: str = "", *, fatal: bool = False) -> None:
         super().__init__(message, hint)
         self.fatal = fatal
+
+
+class ExitCode(enum.IntEnum):
+    """Status of an engine process that ended by itself."""
+
+    STOPPED = 0
+    """It was asked to: `Stop`, `Release`, SIGTERM."""
+    FAILED = 1
+    """It could not go on; another try may do better."""
+    FATAL = 2
+    """Another try fails the same way: bad spec, no such model."""
+    LEDGER_LOST = 3
+    """Another engine owns the ledger; this one wrote and sent nothing more."""

@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -70,14 +69,6 @@ def read_only_fd(fd: int) -> Iterator[int]:
         yield reader
     finally:
         os.close(reader)
-
-
-def map_limit() -> int:
-    """Return how many mappings this process may have (vm.max_map_count)."""
-    try:
-        return int(Path("/proc/sys/vm/max_map_count").read_text())
-    except (OSError, ValueError):
-        return 65530  # the kernel's default
 
 
 def _mmap(address: int, size: int, protection: int, flags: int, fd: int, offset: int) -> int:

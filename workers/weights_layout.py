@@ -25,6 +25,9 @@ ALIGNMENT = 256
 _MAGIC = b"SUPW\x01\x00\x00\x00"
 _LENGTH = struct.Struct("<8sQ")
 
+PREFIX = _LENGTH.size
+"""Bytes that `index_length` needs."""
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -139,6 +142,11 @@ def _index(
     return json.dumps(document, separators=(",", ":")).encode()
 
 
+def index_length(start: bytes) -> int:
+    """Return the bytes of the index, its prefix included; ``start``: the first `PREFIX` bytes of segment 0."""
+    return int.from_bytes(start[8:PREFIX], "little") + PREFIX
+
+
 def read(head: bytes, sizes: Sequence[int]) -> Layout:
     """Read the index from the first bytes of segment 0; ``sizes``: what the segments really have.
 
@@ -149,7 +157,7 @@ def read(head: bytes, sizes: Sequence[int]) -> Layout:
         raise WorkerError("kept weights have no index")
     magic, length = _LENGTH.unpack_from(head)
     if magic != _MAGIC or _LENGTH.size + length > len(head):
-        raise WorkerError("kept weights have no index of this version", "they are loaded anew")
+        raise WorkerError("kept weights have no index of this version")
     raw = head[: _LENGTH.size + length]
     try:
         document = json.loads(raw[_LENGTH.size :])
@@ -161,9 +169,9 @@ def read(head: bytes, sizes: Sequence[int]) -> Layout:
         tables = tuple(Place(0, offset, nbytes) for offset, nbytes in document["tables"])
         layout = Layout(tensors, extras, tables, tuple(document["sizes"]), document["head"], raw)
     except (ValueError, KeyError, TypeError) as error:
-        raise WorkerError("the index of kept weights is damaged", "they are loaded anew") from error
+        raise WorkerError("the index of kept weights is damaged") from error
     places = [place for _, place in layout.tensors.values()] + list(layout.extras.values()) + list(layout.tables)
     fits = all(0 <= p.segment < len(sizes) and p.offset >= 0 and p.nbytes >= 0 and p.offset + p.nbytes <= sizes[p.segment] for p in places)
     if list(layout.sizes) != list(sizes) or not fits or len(layout.tables) != len(sizes):
-        raise WorkerError("the index of kept weights does not fit their segments", "they are loaded anew")
+        raise WorkerError("the index of kept weights does not fit their segments")
     return layout
