@@ -54,6 +54,8 @@ class Document:
     """Scalars as they are in the file."""
     secrets: set[Path] = field(default_factory=set)
     """Scalars that hold the value of a variable with a secret name."""
+    spoiled: set[Path] = field(default_factory=set)
+    """Scalars whose value is not known, because of a problem that was told."""
     problems: list[Problem] = field(default_factory=list)
 
     def mark(self, path: Path, *, key: bool = False) -> Mark:
@@ -82,6 +84,7 @@ class Document:
         self.key_marks |= {at: mark for at, mark in other.key_marks.items() if below(at)}
         self.raw |= {at: text for at, text in other.raw.items() if below(at)}
         self.secrets |= {at for at in other.secrets if below(at)}
+        self.spoiled |= {at for at in other.spoiled if below(at)}
 
 
 def dotted(path: Path) -> str:
@@ -208,6 +211,7 @@ class Walk:
                 begin = found + 1
             mark = self._position(found) if found >= 0 else None
             self._doc.problem(path, fault.message, fault.hint, mark=mark)
+            self._doc.spoiled.add(path)
         if any(is_secret_name(name) for name in result.variables):
             self._doc.secrets.add(path)
         if node.style is not None:
@@ -218,6 +222,7 @@ class Walk:
             return Expanded(result.text)
         if text and (found_trap := trap(text)) is not None:
             self._doc.problem(path, f"{text} without quotes is {found_trap[0]}", found_trap[1])
+            self._doc.spoiled.add(path)
             return Expanded(text)
         return plain(text)
 

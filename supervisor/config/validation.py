@@ -52,9 +52,11 @@ def validate(document: Document, base: FilePath) -> Outcome:
             return outcome
         except ValidationError as error:
             details = error.errors(include_url=False)
+        # A list whose items are all wrong is "too short" to pydantic as well.
+        details = [detail for detail in details if not (detail["type"] == "too_short" and detail["input"])]
         found = [(_locate(detail["loc"], data), detail) for detail in details]
         for path, detail in found:
-            if path not in outcome.broken:
+            if path not in outcome.broken and path not in document.spoiled:
                 _tell(document, path, detail)
         for path, _detail in found:
             outcome.broken.add(path)
@@ -130,7 +132,7 @@ def _unknown_key(document: Document, path: Path) -> None:
     known = sorted(here.children) if here is not None else []
     lowered = {name.lower(): name for name in known}
     near = difflib.get_close_matches(key.lower().replace("-", "_"), list(lowered), n=1, cutoff=0.6)
-    elsewhere = [place for place in root.places(key) if place[:-1] != path[:-1]]
+    elsewhere = root.places(key)
     message = f"unknown key {key!r} in {_named(path[:-1])}"
     hint = ""
     if near:
@@ -179,9 +181,7 @@ def _words(detail: ErrorDetails, path: Path, document: Document) -> tuple[str, s
     """Return (message, hint) for one error of pydantic. A value under a secret name is not shown."""
     kind, value = detail["type"], detail["input"]
     context: dict[str, Any] = detail.get("ctx") or {}
-    secret = path in document.secrets or any(
-        isinstance(part, str) and is_secret_name(part) and part != "api_key_file" for part in path[-1:]
-    )
+    secret = path in document.secrets or (("env" in path or "args" in path) and is_secret_name(str(path[-1])))
     raw = document.raw.get(path, "")
     shown = "this value" if secret else raw if raw and len(raw) <= 60 else _is(value)
     if kind == "value_error":
