@@ -25,3 +25,16 @@ class OutOfMemory(KeeperError):
 
 class LedgerLost(KeeperError):
     """Raised by a writer that finds another owner or epoch in the ledger header. The only right answer is to exit."""
+
+
+_BY_CODE: dict[str, type[KeeperError]] = {"stale": StaleHandle, "out_of_memory": OutOfMemory}
+
+
+def refusal(code: str, message: str, hint: str = "") -> KeeperError:
+    """Return the error that the keeper's ``Refused.code`` stands for."""
+    return _BY_CODE.get(code, KeeperError)(message, hint)
+
+
+def refusal_code(error: KeeperError) -> str:
+    """Inverse of `refusal`."""
+    return next((code for code, kind in _BY_CODE.items() if isinstance(error, kind)), "refused")

@@ -3,6 +3,10 @@
 One frame (`shadowsup.wire.framing`) of msgpack a message; answers come in the order of the requests. File descriptors travel by
 SCM_RIGHTS with the first byte of the frame that names them, at most 253 (SCM_MAX_FD) a frame; longer lists are split over several
 frames (`Answer.more`). A connection is one client; its leases end with it.
+
+What stays and what goes: a sealed weights set and a worker's newest KV set (slabs and ledger: bytes and index live and die together)
+stay without any lease until they are freed by order. A set that is still being written goes with its publisher; a set that was
+superseded or discarded goes with its last lease.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     segment: str
     """Unique for the life of the node: ``{kind}-{generation}-{hex}``; a stale id is refused with words."""
     generation: int
+    """Of the keeper process that created it."""
     kind: Kind
     set_id: str
     index: int
@@ -67,6 +72,13 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
     leases: tuple[str, ...]
     """Who: engine ids."""
     created_s: float
+    workers: tuple[str, ...] = ()
+    """Workers that have used the set. Weights are freed with the order for the last of them."""
+    superseded: bool = False
+    """Given to nobody any more (a newer KV set exists, or the content was found wrong); freed with its last lease."""
+    epoch: int = 0
+    owner: int = 0
+    """KV and ledger: what the ledger's header says now."""
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------------
@@ -124,9 +136,10 @@ class GetKv(msgspec.Struct, frozen=True, kw_only=True, tag="get_kv"):
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
-    """End this client's lease on a set."""
+    """End this client's lease on a set. ``discard``: its content is wrong, so nobody is given it any more."""
 
     set_id: str
+    discard: bool = False
 
 
 class Free(msgspec.Struct, frozen=True, kw_only=True, tag="free"):
@@ -151,6 +164,18 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
 
 
 # --- answers and what the keeper sends by itself ------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """Answer to `Hello`; a vault gets everything deposited first."""
+
+    generation: int
+    """Of the keeper process: larger in each later one of this boot."""
+    backend: str
+    restoring: bool
+    """A vault only: the keeper waits for `Restore` and `Restored` before it serves anyone else."""
+    stale: tuple[str, ...] = ()
+    """Those of `Hello.holds` that the keeper does not know: the memory lives on in its holders only."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
@@ -195,7 +220,7 @@ class Deposited(msgspec.Struct, frozen=True, kw_only=True, tag="deposited"):
     number: int
 
 
-FromKeeper = Answer | Refused | Deposit | Changed | Forget
+FromKeeper = Welcome | Answer | Refused | Deposit | Changed | Forget
 ToKeeper = Hello | GetWeights | Create | Seal | GetKv | Drop | Free | ListSegments | Restore | Restored | Deposited
 
 _to = msgspec.msgpack.Decoder(ToKeeper)
