@@ -6,6 +6,7 @@ import os
 import pwd
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 COMMAND_CHARS = 120
 
@@ -24,9 +25,10 @@ class Holder:
 
 def pids() -> Iterator[int]:
     """Yield the pid of every process that is listed now."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            yield int(name)
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield int(entry.name)
 
 
 def links_of(pid: int) -> Iterator[str]:
@@ -35,14 +37,13 @@ def links_of(pid: int) -> Iterator[str]:
     Raises:
         PermissionError: it is another user's.
     """
-    folder = f"/proc/{pid}/fd"
     try:
-        names = os.listdir(folder)
+        entries = list(Path(f"/proc/{pid}/fd").iterdir())
     except (FileNotFoundError, ProcessLookupError):
         return
-    for name in names:
+    for entry in entries:
         try:
-            yield os.readlink(f"{folder}/{name}")
+            yield str(entry.readlink())
         except (FileNotFoundError, ProcessLookupError):
             continue
 
@@ -67,7 +68,7 @@ def describe(pid: int) -> Holder:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             command = file.read(4096).rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-        user = user_name(os.stat(f"/proc/{pid}").st_uid)
+        user = user_name(Path(f"/proc/{pid}").stat().st_uid)
     except OSError:
         return Holder(pid=pid, command="gone", user="?")
     return Holder(pid=pid, command=command[:COMMAND_CHARS] or "no command line", user=user)

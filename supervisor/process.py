@@ -147,6 +147,11 @@ class Child:
         return self.identity.pid
 
     @property
+    def pgid(self) -> int:
+        """Its process group: spawned processes and a nursery's engines lead one of their own (`signal_group` checks)."""
+        return self.identity.pid
+
+    @property
     def alive(self) -> bool:
         """False as soon as the pidfd said so. (A lifeline EOF alone does not end it: its teardown may take a while.)"""
         return self._alive
