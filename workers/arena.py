@@ -35,11 +35,13 @@ class KvArena(ABC):
         """Return an arena of ``size`` bytes for ``device``; nothing is mapped yet, an access is a fault.
 
         Raises:
-            WorkerError: the size is no multiple of the granularity, the address range cannot be had, or nothing here can map ``device``.
+            WorkerError: the size is no multiple of the granularity, the address range cannot be had, or ``device`` is not visible.
         """
-        if device != "host":
-            raise WorkerError(f"no KV arena for device {device}", "run this engine on host memory (gpus: [])", fatal=True)
-        return HostArena(size)
+        if device == "host":
+            return HostArena(size)
+        from shadowsup.workers.arena_cuda import CudaArena
+
+        return CudaArena(size, device)
 
     @abstractmethod
     def map_scratch(self) -> None:

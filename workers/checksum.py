@@ -16,11 +16,17 @@ NAME = "multilinear-64"
 PIECE = 4 * 1024 * 1024
 """Bytes that one checksum covers."""
 
-_WORDS = 16384  # u64: 128 KiB of data, and as much of each key, stays in the L2 cache
-_keys = np.random.Generator(np.random.PCG64(0x73686164)).integers(0, 2**64, size=(3, _WORDS), dtype=np.uint64)
+WORDS = 16384
+"""u64 words of a chunk: 128 KiB of data, and as much of each key, stays in the L2 cache."""
+
+CHUNKS = PIECE // 8 // WORDS
+"""Chunks of a piece."""
+
+KEYS = np.random.Generator(np.random.PCG64(0x73686164)).integers(0, 2**64, size=(3, WORDS), dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _HIGH_BITS = np.uint64(32)
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd; carries the order of chunks
+MULTIPLIER = 0x9E3779B97F4A7C15
+"""Odd; carries the order of chunks."""
 
 
 def piece_count(size: int) -> int:
@@ -33,20 +39,20 @@ def checksum(data: npt.NDArray[np.uint8]) -> int:
     total = data.size
     whole = total - total % 8
     words = data[:whole].view(np.uint64)
-    product = np.empty(_WORDS, dtype=np.uint64)
+    product = np.empty(WORDS, dtype=np.uint64)
     result = total
-    for start in range(0, words.size, _WORDS):
-        chunk = words[start : start + _WORDS]
+    for start in range(0, words.size, WORDS):
+        chunk = words[start : start + WORDS]
         out = product[: chunk.size]
         np.bitwise_and(chunk, _LOW, out=out)
-        np.multiply(out, _keys[0, : chunk.size], out=out)
+        np.multiply(out, KEYS[0, : chunk.size], out=out)
         low = int(out.sum())
         np.right_shift(chunk, _HIGH_BITS, out=out)
-        np.multiply(out, _keys[1, : chunk.size], out=out)
-        result = (result * _MULTIPLIER + low + int(out.sum())) % 2**64
+        np.multiply(out, KEYS[1, : chunk.size], out=out)
+        result = (result * MULTIPLIER + low + int(out.sum())) % 2**64
     if whole != total:
         tail = int.from_bytes(data[whole:].tobytes(), "little")
-        result = (result * _MULTIPLIER + tail * int(_keys[2, 0])) % 2**64
+        result = (result * MULTIPLIER + tail * int(KEYS[2, 0])) % 2**64
     return result
 
 

@@ -1,0 +1,112 @@
+"""The KV arena on a GPU. See `shadowsup.workers.arena`: the same promises, kept by the driver's virtual memory.
+
+The address range is reserved once. One scratch allocation is mapped over it again and again while the engine warms up and is parked;
+CUDA graphs captured over it follow whatever is mapped there when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowsup.memkeeper.backends.cuda_driver import OUT_OF_MEMORY, DriverError
+from shadowsup.memkeeper.errors import StaleHandle
+from shadowsup.workers import cuda_memory
+from shadowsup.workers.arena import KvArena
+from shadowsup.workers.cuda_memory import GRANULARITY, Access, CudaMapper, DeviceBytes, DeviceRange, Mapper
+from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.mapping import round_up
+
+SCRATCH = 256 * 1024 * 1024
+"""Bytes of scratch at most: small beside a CUDA context (about 0.5 GiB), large enough that 100 GB take only 400 mappings."""
+
+
+class CudaArena(KvArena):
+    """Device memory (exported VMM allocations). ``address`` is a device pointer; `device_bytes` makes tensors over it."""
+
+    granularity = GRANULARITY
+
+    def __init__(self, size: int, device: str, mapper: Mapper | None = None) -> None:
+        """Reserve ``size`` bytes of device addresses. Raises WorkerError: wrong size, unknown device, no address range."""
+        if size <= 0 or size % GRANULARITY:
+            raise WorkerError(
+                f"a KV arena of {size} bytes cannot be mapped", f"its size must be a positive multiple of {GRANULARITY} bytes", fatal=True
+            )
+        self.device = device
+        self.size = size
+        self._mapper: Mapper = CudaMapper(device) if mapper is None else mapper
+        # The range may be a little longer than the arena, so that it takes scratch a whole number of times: handles are mapped whole.
+        maps = -(-size // SCRATCH)
+        self._chunk = round_up(-(-size // maps), GRANULARITY)
+        self._maps = maps
+        try:
+            self._range = DeviceRange(self._mapper, maps * self._chunk)
+        except DriverError as error:
+            raise WorkerError(f"cannot reserve {size} bytes of addresses on {device}: {error.message}", "make kv.size smaller") from error
+        self.address = self._range.address
+        self._scratch: Any = None
+        self._closed = False
+
+    def map_scratch(self) -> None:
+        self._check_open()
+        try:
+            self._mapper.synchronize()
+            self._range.unmap()
+            if self._scratch is None:
+                self._scratch = self._mapper.create(self._chunk)
+            self._range.map([(self._scratch, self._chunk)] * self._maps, Access.READ_WRITE)
+        except DriverError as error:
+            hint = "free device memory, or make kv.size smaller" if error.code == OUT_OF_MEMORY else ""
+            raise WorkerError(f"cannot map scratch memory on {self.device}: {error.message}", hint) from error
+
+    def map_segments(self, fds: Sequence[int], sizes: Sequence[int]) -> None:
+        self._check_open()
+        if len(fds) != len(sizes) or sum(sizes) != self.size:
+            raise WorkerError(f"{len(fds)} segments of {sum(sizes)} bytes do not fill a KV arena of {self.size} bytes")
+        if odd := [size for size in sizes if size <= 0 or size % GRANULARITY]:
+            raise WorkerError(f"a KV segment of {odd[0]} bytes is not made of whole units of {GRANULARITY} bytes")
+        # All imports come first: a descriptor that is no good leaves the scratch where it is.
+        try:
+            handles = cuda_memory.import_all(self._mapper, fds)
+        except (DriverError, StaleHandle) as error:
+            raise WorkerError(f"cannot import the KV segments: {error.message}", "the worker needs fresh KV segments") from error
+        try:
+            self._mapper.synchronize()
+            self._range.unmap()
+            self._range.map(zip(handles, sizes, strict=True), Access.READ_WRITE)
+        except DriverError as error:
+            self.map_scratch()
+            raise WorkerError(f"cannot map the KV segments: {error.message}", "the worker needs fresh KV segments") from error
+        finally:
+            cuda_memory.release_all(self._mapper, handles)
+
+    def release_scratch(self) -> None:
+        """Give the scratch allocation back, once real segments are mapped; kept until then so that nothing is freed in a promotion."""
+        if self._scratch is not None:
+            handle, self._scratch = self._scratch, None
+            cuda_memory.release_all(self._mapper, [handle])
+
+    def device_bytes(self) -> DeviceBytes:
+        """Return the range for ``torch.as_tensor(…, device="cuda")``; something must be mapped when that is called."""
+        return DeviceBytes(self.address, self.size)
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        raise WorkerError("the KV arena is device memory", "use its device_bytes()")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._mapper.synchronize()
+            self._range.close()
+        except DriverError:
+            pass  # after a fatal CUDA error the context is lost, and everything that was mapped in it with it
+        self.release_scratch()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkerError("the KV arena is closed")
