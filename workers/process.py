@@ -85,6 +85,14 @@ class Priority:
         if self.lowered:
             self._set(nice)
 
+    @classmethod
+    def from_environment(cls) -> Priority:
+        """Lower as `NICE_VARIABLE` says (not at all without it)."""
+        try:
+            return cls(int(os.environ.get(NICE_VARIABLE, "0")))
+        except ValueError:
+            return cls(0)
+
     def restore(self) -> None:
         """Idempotent; some microseconds a thread."""
         if self.lowered:

@@ -1,0 +1,106 @@
+"""A worker's KV segments and ledger, held by a parked engine so that its promotion needs nobody: not the keeper, not the supervisor."""
+
+from __future__ import annotations
+
+from shadowsup.memkeeper.client import HandleSet, KeeperClient
+from shadowsup.memkeeper.ledger import LedgerReader, LedgerWriter, ledger_size
+from shadowsup.memkeeper.protocol import Fingerprint
+from shadowsup.workers.api import KvGeometry
+from shadowsup.workers.arena import KvArena
+from shadowsup.workers.mapping import round_up
+
+MAX_SLAB = 64 * 1024**3
+"""Bytes of one KV segment in host memory: few large handles, each mapped whole."""
+
+HASHING = "blake2b-128-chained-1"
+"""How blocks are named; part of the fingerprint, so that an index made in another way is a miss."""
+
+
+def fingerprint(weights: Fingerprint | None, geometry: KvGeometry) -> Fingerprint:
+    """Return what the bytes of the KV and the meaning of its ledger depend on."""
+    own = (
+        ("kv.blocks", str(geometry.blocks)),
+        ("kv.block_tokens", str(geometry.block_tokens)),
+        ("kv.block_bytes", str(geometry.block_bytes)),
+        ("kv.hash", HASHING),
+    )
+    return Fingerprint((*(weights.items if weights else ()), *geometry.fingerprint, *own))
+
+
+def slab_sizes(size: int, device: str) -> tuple[int, ...]:
+    """Return the sizes of the segments for ``size`` bytes of blocks on ``device``: what mapping asks for, so a little more may come out."""
+    if device == "host":
+        total = round_up(size)
+        return tuple(min(MAX_SLAB, total - start) for start in range(0, total, MAX_SLAB))
+    from shadowsup.workers.cuda_memory import GRANULARITY, kv_slabs
+
+    return kv_slabs(round_up(size, GRANULARITY))
+
+
+class KeptKv:
+    """The lease and descriptors of one worker's KV.
+
+    Raises:
+        OutOfMemory: the keeper cannot create the segments.
+        KeeperError: the keeper refuses or is not there.
+    """
+
+    def __init__(self, keeper: KeeperClient, *, worker: str, device: str, geometry: KvGeometry, fingerprint: Fingerprint) -> None:
+        self._keeper = keeper
+        self._worker = worker
+        self._device = device
+        self._geometry = geometry
+        self._fingerprint = fingerprint
+        self._slabs = slab_sizes(geometry.size, device)
+        self.size = sum(self._slabs)
+        """Bytes of the arena that these slabs fill."""
+        self._handles = self._get(fresh=False)
+        self.reader = LedgerReader(self._handles.ledger.fd)
+
+    def take(self, *, owner: int, epoch: int) -> LedgerWriter:
+        """Become the owner of the ledger in ``epoch``: from then on, and not before, the blocks may be written.
+
+        Raises:
+            LedgerLost: its header is at this epoch or beyond.
+        """
+        return LedgerWriter.take(self._handles.ledger.fd, owner=owner, epoch=epoch)
+
+    def map_into(self, arena: KvArena) -> None:
+        """Put the blocks behind ``arena``.
+
+        Raises:
+            WorkerError: they cannot be mapped; the arena is backed by scratch again.
+        """
+        slabs = self._handles.slabs
+        arena.map_segments([slab.fd for slab in slabs], [slab.manifest.size for slab in slabs])
+
+    def renew(self) -> None:
+        """Leave the blocks that cannot be trusted and take fresh ones, with an empty ledger.
+
+        Raises:
+            OutOfMemory: the keeper cannot create them.
+            KeeperError: the keeper refuses or is not there.
+        """
+        self._close_handles()
+        self._keeper.drop(self._handles.set_id)  # first: both sets may not fit
+        self._handles = self._get(fresh=True)
+        self.reader = LedgerReader(self._handles.ledger.fd)
+
+    def close(self) -> None:
+        """Close the descriptors; what is mapped stays mapped, the lease ends with the keeper's connection. Idempotent."""
+        self._close_handles()
+
+    def _get(self, *, fresh: bool) -> HandleSet:
+        return self._keeper.get_kv(
+            self._worker,
+            self._fingerprint,
+            self._slabs,
+            ledger_size(self._geometry.blocks),
+            device=self._device,
+            ledger_meta={"blocks": str(self._geometry.blocks), "block_tokens": str(self._geometry.block_tokens)},
+            fresh=fresh,
+        )
+
+    def _close_handles(self) -> None:
+        self.reader.close()
+        self._handles.close()
