@@ -48,7 +48,7 @@ class Timeline:
 
     def ordered(self, successor: EngineRecord, epoch: int) -> None:
         """A successor was chosen. A later rung of the same failover replaces the figures of an earlier one."""
-        if successor.parked_s is not None and successor.parked_s <= self.verdict_s:
+        if successor.parked_s is not None and successor.parked_s < self.verdict_s:
             kind = RecoveryKind.SHADOW
         else:
             kind = RecoveryKind.RESPAWN if successor.how.value == "nursery" else RecoveryKind.COLD

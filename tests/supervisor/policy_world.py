@@ -1,0 +1,219 @@
+"""A world for the worker policy: carries out the actions on imaginary engines, keeps the clock, checks the invariants after each event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import NurseryState, WorkerSettings
+from shadowsup.supervisor.policy.worker import WorkerPolicy
+from shadowsup.supervisor.protocol import Recovery
+from shadowsup.wire.engine import Beat, EngineState, Failed, Fence, FirstToken, Phase, Promote, Promoted, Release, Stop
+
+
+@dataclass
+class Body:
+    """An imaginary engine process."""
+
+    id: str
+    spawned: bool = False
+    state: EngineState = EngineState.LOADING
+    epoch: int = 0
+    kv_set: int = 0
+    step: int = 0
+    inflight: int = 0
+    frozen: bool = False
+    killed: bool = False
+    stopping: bool = False
+
+
+@dataclass
+class World:
+    settings: WorkerSettings = field(default_factory=lambda: WorkerSettings(name="chat"))
+    nursery: NurseryState = NurseryState.READY
+    now_s: float = 1000.0
+    obeys: bool = True
+    """Engines that are told to stop, or killed, end at once."""
+
+    def __post_init__(self) -> None:
+        self.policy = WorkerPolicy(self.settings, nursery=self.nursery)
+        self.bodies: dict[str, Body] = {}
+        self.actions: list[m.WorkerAction] = []
+        self.recoveries: list[Recovery] = []
+        self.done: list[Recovery] = []
+        self.promotions: list[tuple[str, Promote]] = []
+        self.spawns: list[m.Spawn] = []
+        self.kv_set = 0
+        self.freed = 0
+        self._later: list[m.WorkerEvent] = []
+
+    # --- events -------------------------------------------------------------------------------------------------------------------
+
+    def tell(self, event: m.WorkerEvent) -> list[m.WorkerAction]:
+        actions = self.policy.handle(event, self.now_s)
+        self._carry_out(actions)
+        self._settle()
+        return actions
+
+    def _settle(self) -> None:
+        """Deliver what the actions led to."""
+        while self._later:
+            event = self._later.pop(0)
+            match event:
+                case m.Died(engine=name) if name in self.bodies:
+                    self.bodies[name].frozen = True
+                case m.Gone(engine=name):
+                    if self.bodies.pop(name, None) is None:
+                        continue
+                case _:
+                    pass
+            self._carry_out(self.policy.handle(event, self.now_s))
+
+    def run(self) -> None:
+        self.tell(m.RunWorker())
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, with a tick at each deadline."""
+        end_s = self.now_s + seconds
+        while self.policy.deadline_s <= end_s:
+            self.now_s = max(self.now_s, self.policy.deadline_s)
+            self.tell(m.Tick())
+        self.now_s = end_s
+        self.tell(m.Tick())
+
+    def beat(self, engine: str, state: EngineState | None = None, *, phase: Phase | None = None, step: int | None = None) -> None:
+        body = self.bodies[engine]
+        body.state = state or body.state
+        body.step = body.step if step is None else step
+        beat = Beat(
+            engine=engine,
+            pid=100,
+            sent_s=self.now_s,
+            state=body.state,
+            phase=phase or (Phase.IDLE if body.state is EngineState.ACTIVE else Phase.LOADING),
+            epoch=body.epoch,
+            step=body.step,
+            inflight=body.inflight,
+            queued=0,
+            last_step_s=self.now_s,
+            tokens_total=0,
+        )
+        self._carry_out(self.policy.beat(beat, self.now_s))
+        self._settle()
+
+    def park(self, engine: str) -> None:
+        self.beat(engine, EngineState.PARKED, phase=Phase.PARKED)
+
+    def promoted(self, engine: str, epoch: int | None = None) -> None:
+        body = self.bodies[engine]
+        body.state = EngineState.ACTIVE
+        body.epoch = body.epoch if epoch is None else epoch
+        report = Promoted(engine=engine, epoch=body.epoch, header_s=0, map_s=0, index_s=0, blocks_kept=7, blocks_dropped=1)
+        self.tell(m.Reported(report))
+        if engine in self.bodies and engine in self.policy.engines and not self.policy.engines[engine].dying:
+            self.beat(engine)
+
+    def first_token(self, engine: str) -> None:
+        body = self.bodies[engine]
+        body.step += 1
+        self.tell(m.Reported(FirstToken(engine=engine, epoch=body.epoch, sent_s=self.now_s, resumed=3)))
+
+    def fail(self, engine: str, message: str = "broken", *, fatal: bool = False, stage: str = "load") -> None:
+        self.tell(m.Reported(Failed(engine=engine, stage=stage, message=message, fatal=fatal)))
+
+    def die(self, engine: str, status: int = -9) -> None:
+        """All at once: EOF, then every process gone."""
+        self.freeze(engine)
+        self.gone(engine, status)
+
+    def freeze(self, engine: str) -> None:
+        if engine in self.bodies and not self.bodies[engine].frozen:
+            self.bodies[engine].frozen = True
+            self.tell(m.Died(engine, frozen=True))
+
+    def gone(self, engine: str, status: int = -9, output: tuple[str, ...] = ()) -> None:
+        if self.bodies.pop(engine, None) is not None:
+            self.tell(m.Gone(engine, status, output))
+
+    def serve(self, shadows: int | None = None) -> None:
+        """From nothing to healthy."""
+        self.run()
+        first = self.spawns[-1].engine
+        self.park(first)
+        self.promoted(first)
+        for _ in range(self.settings.shadows if shadows is None else shadows):
+            self.park(self.spawns[-1].engine)
+        self.now_s += 0.5
+
+    # --- actions ------------------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[m.WorkerAction]) -> None:
+        self.actions += actions
+        for action in actions:
+            match action:
+                case m.Spawn():
+                    self.spawns.append(action)
+                    assert action.engine not in self.bodies
+                    self.bodies[action.engine] = Body(action.engine, spawned=True, kv_set=self.kv_set)
+                    self._later.append(m.Spawned(action.engine, 100 + action.seq))
+                case m.Send(engine=name, order=Promote() as order):
+                    self._promote(name, order)
+                case m.Send(engine=name, order=Stop() | Release()):
+                    self._end(name, 0)
+                case m.Send(engine=name, order=Fence() as order):
+                    owners = [b for b in self.bodies.values() if b.id != name and 0 < b.epoch < order.epoch]
+                    assert not [b for b in owners if b.kv_set == self.bodies[name].kv_set], "fenced while a former owner lives"
+                case m.Signal(engine=name):
+                    self._end(name, -15)
+                case m.KillTree(engine=name):
+                    if name in self.bodies:
+                        self.bodies[name].killed = True
+                    self._end(name, -9)
+                case m.Record(recovery=recovery, done=done):
+                    if recovery not in self.recoveries:
+                        self.recoveries.append(recovery)
+                    if done:
+                        self.done.append(recovery)
+                case m.FreeMemory():
+                    self.freed += 1
+                    self.kv_set += 1
+        self.check()
+
+    def _promote(self, name: str, order: Promote) -> None:
+        body = self.bodies[name]
+        assert all(order.epoch > earlier.epoch for _, earlier in self.promotions), "two successors in one epoch"
+        self.promotions.append((name, order))
+        if order.keep_kv:
+            writers = [b for b in self.bodies.values() if b.id != name and b.epoch > 0 and b.kv_set == body.kv_set]
+            assert all(b.frozen for b in writers), "promoted before every former owner was frozen"
+            assert order.fenced or writers, "reserve blocks for no reason"
+            if order.fenced:
+                assert not writers, "said to be fenced, but a former owner lives"
+        else:
+            self.kv_set += 1
+            body.kv_set = self.kv_set
+        body.epoch = order.epoch
+        body.state = EngineState.PROMOTING
+
+    def _end(self, name: str, status: int) -> None:
+        if self.obeys and name in self.bodies:
+            self._later.append(m.Died(name, frozen=True))
+            self._later.append(m.Gone(name, status))
+
+    def check(self) -> None:
+        """The invariants of the policy's own state."""
+        policy = self.policy
+        active = policy.active
+        assert active is None or not active.dying or policy.deadline_s < float("inf")
+        owners = [e for e in policy.engines.values() if e.epoch > 0 and e.epoch == policy.epoch]
+        assert len(owners) <= 1, f"two engines of one epoch: {owners}"
+        live = [e for e in policy.engines.values() if e.live]
+        assert len(live) <= 1 + max(self.settings.shadows, 0) + (1 if active is None else 0), f"spawned twice: {live}"
+        loading = [e for e in live if e.loading and not e.parked]
+        assert len(loading) <= 1, f"two starts at once: {loading}"
+
+    def sent(self, kind: type) -> list[m.Send]:
+        return [a for a in self.actions if isinstance(a, m.Send) and isinstance(a.order, kind)]
+
+    def announced(self, event: str) -> list[m.Announce]:
+        return [a for a in self.actions if isinstance(a, m.Announce) and a.event == event]
