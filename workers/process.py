@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 SWITCH_INTERVAL_S = 0.0005
@@ -48,7 +49,7 @@ def set_name(name: str) -> None:
         pass
 
 
-def set_threads(environment: dict[str, str]) -> None:
+def set_threads(environment: Mapping[str, str]) -> None:
     """Give torch, if it is loaded, the threads that the environment asks for; it read the variable when it was imported, which may be
     in a parent process with another one. Without the variable: as many as this process may use cores."""
     torch = sys.modules.get("torch")
