@@ -104,6 +104,15 @@ def unpack_word(word: int) -> tuple[int, int, int]:
     return word >> 32, word >> 31 & 1, word & _MAX_OWNER
 
 
+def read_owner(fd: int) -> tuple[int, int]:
+    """Return (epoch, owner) that the header names now, without mapping the ledger; (0, 0) where it is not initialised."""
+    word = os.pread(fd, 8, _WORD_AT)
+    if len(word) < 8:
+        return 0, 0
+    epoch, _, owner = unpack_word(int.from_bytes(word, "little"))
+    return epoch, owner
+
+
 def check_successor(owner: int, epoch: int) -> None:
     """Raises KeeperError when owner or epoch cannot be written into the header."""
     if not 0 < owner <= _MAX_OWNER or not 0 < epoch < 2**32:

@@ -56,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     set_id: str
     index: int
+    of: int = 1
+    """How many segments the set has."""
     worker: str
     """Owner for kv and ledger; empty for weights, which any worker with the same fingerprint may read."""
     device: str
