@@ -23,7 +23,7 @@ _CHUNKS = tl.constexpr(checksum.PIECE // 8 // checksum.WORDS)
 TILES = checksum.WORDS // 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _tile_sums(words, keys, multipliers, sums):  # type: ignore[no-untyped-def]
     piece = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)
