@@ -170,6 +170,8 @@ class GatewayBeat(msgspec.Struct, frozen=True, kw_only=True, tag="gateway_beat")
     replays_total: int
     epochs: dict[str, int] = {}
     """Worker → the newest epoch the gateway has a live link to."""
+    routes_version: int = 0
+    """Of the routing table in force; a beat comes at once when it changes. 0: none yet."""
 
 
 Report = Beat | Promoted | FirstToken | Fenced | Failed | GatewayBeat

@@ -1,0 +1,293 @@
+"""All streams of one worker and the engines that may serve them: who serves, who is held, what is replayed. Pure: no I/O, no clock.
+
+The core of a failover, in the order in which it happens:
+
+1. `link_lost`, or a route whose epoch has grown: every stream of the former engine is held, its later events are nobody's.
+2. `hello` of an active engine with a newer epoch, on a link that was there all along: all held streams go to it in one frame. Nothing is
+   asked of the supervisor on the way; its next routing table will say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from shadowsup.supervisor.gateway.errors import ApiError, unavailable
+from shadowsup.supervisor.gateway.stream import Misstep, Stream, StreamState
+from shadowsup.wire.engine import EngineState, WorkerRoute
+from shadowsup.wire.link import Accepted, Cancel, FromEngine, Hello, Rejected, ToEngine, Token
+
+Send = Callable[[str, Sequence[ToEngine]], None]
+"""Puts messages for an engine in one frame. An engine without a link is ignored: its `link_lost` is on the way."""
+
+NO_HOPE = frozenset({"down", "stopped"})
+"""Worker states in which no engine will come by itself: waiting would only postpone the error."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the worker appeared in the routing table."""
+
+    tokens: int = 0
+    replays: int = 0
+    failovers: int = 0
+    """Times that streams were held because their engine was lost."""
+    stale_events: int = 0
+    """Events of older epochs, other engines, or requests that are gone."""
+    repeated_chars: int = 0
+    """Characters an engine sent again, and the client was not."""
+    missteps: int = 0
+    refusals: int = 0
+    gave_up: int = 0
+
+
+class Worker:
+    """One worker as the gateway sees it.
+
+    Args:
+        route: its row of the routing table.
+        send: the port to the engines' links.
+        resumed: told, for each stream that lost its engine, of the seconds until its next token.
+    """
+
+    def __init__(self, route: WorkerRoute, send: Send, resumed: Callable[[float], None] | None = None) -> None:
+        self.route = route
+        self.counts = Counts()
+        self.epoch = route.epoch
+        """The newest epoch known, from the routes or from an engine. Events of older ones are dropped."""
+        self.serving: str | None = None
+        """The engine that takes requests now."""
+        self._send = send
+        self._resumed = resumed
+        self._epoch_from: str | None = None
+        self._engines: dict[str, Hello] = {}
+        self._streams: dict[str, Stream] = {}
+        """By wire id, in order of arrival: the streams an engine has."""
+        self._held: dict[str, Stream] = {}
+        """By request id, in the order in which they go to the next engine."""
+
+    @property
+    def name(self) -> str:
+        return self.route.worker
+
+    @property
+    def inflight(self) -> int:
+        return len(self._streams) + len(self._held)
+
+    @property
+    def held(self) -> int:
+        return len(self._held)
+
+    @property
+    def live_epoch(self) -> int:
+        """The newest epoch of a live link; 0 when there is none."""
+        return max((hello.epoch for hello in self._engines.values()), default=0)
+
+    # What the supervisor says
+
+    def rerouted(self, route: WorkerRoute, now: float) -> None:
+        """Take the worker's new row of the routing table."""
+        self.route = route
+        if route.epoch > self.epoch:
+            self._new_epoch(route.epoch, None, now)
+        elif route.epoch < self.epoch and self._epoch_from not in {engine.engine for engine in route.engines}:
+            # Not a table from before the promotion (that one lists the promoted engine): the worker counts anew, with a new ledger.
+            self._new_epoch(route.epoch, None, now)
+        self._elect(now)
+        self._fail_the_hopeless()
+
+    def removed(self) -> None:
+        """The worker left the routing table: nobody will serve its streams."""
+        self._fail(list(self._streams.values()) + list(self._held.values()), unavailable(f"The worker {self.name} was removed"))
+
+    # What the engines say
+
+    def hello(self, engine: str, hello: Hello, now: float) -> None:
+        """An engine said in which state and epoch it is."""
+        self._engines[engine] = hello
+        if hello.state is EngineState.ACTIVE and hello.epoch > self.epoch:
+            self._new_epoch(hello.epoch, engine, now)
+        elif hello.epoch == self.epoch and self._epoch_from is None:
+            self._epoch_from = engine
+        self._elect(now)
+
+    def link_lost(self, engine: str, now: float) -> None:
+        """The link to an engine broke, or the engine left the routing table."""
+        self._engines.pop(engine, None)
+        lost = [stream for stream in self._streams.values() if stream.engine == engine]
+        self.counts.failovers += bool(lost)
+        self._hold(lost, now)
+        self._elect(now)
+        self._fail_the_hopeless()
+
+    def events(self, engine: str, events: Iterable[FromEngine], now: float) -> None:
+        """Apply one frame of an engine."""
+        streams = self._streams
+        counts = self.counts
+        for event in events:
+            if isinstance(event, Hello):
+                self.hello(engine, event, now)
+                continue
+            stream = streams.get(event.rid)
+            if stream is None or stream.engine != engine or stream.epoch != event.epoch:
+                counts.stale_events += 1
+            elif isinstance(event, Token):
+                self._token(stream, event, now)
+            elif isinstance(event, Accepted):
+                stream.accepted(event)
+            else:
+                self._rejected(stream, event, now)
+
+    # What the clients say
+
+    def add(self, stream: Stream, now: float) -> None:
+        """A new request."""
+        if self.serving is not None:
+            self._submit(self.serving, [stream], now)
+        elif self.route.state in NO_HOPE:
+            self._fail([stream], self._unavailable(stream))
+        else:
+            self._held[stream.rid] = stream
+
+    def cancel(self, stream: Stream) -> None:
+        """The client is gone. What is held is not replayed."""
+        engine = stream.engine
+        self._forget(stream)
+        if engine is not None:
+            self._send(engine, [Cancel(rid=stream.wire_rid)])
+
+    def abandon(self, error: ApiError) -> None:
+        """End all streams with ``error`` (the gateway goes away)."""
+        for stream in list(self._streams.values()):
+            if stream.engine is not None:
+                self._send(stream.engine, [Cancel(rid=stream.wire_rid)])
+        self._fail(list(self._streams.values()) + list(self._held.values()), error)
+
+    # What the clock says
+
+    def deadline_s(self) -> float | None:
+        """When `expire` has something to do; None while nothing is waited for."""
+        times = []
+        for stream in self._held.values():
+            times.append(stream.gives_up_at_s(self.route.give_up_after_s))
+            if self.serving is not None:
+                times.append(stream.retry_at_s)
+        return min((time for time in times if time is not None), default=None)
+
+    def expire(self, now: float) -> None:
+        """Give up on streams that waited too long; ask again where an engine said "not now"."""
+        for stream in list(self._held.values()):
+            gives_up_at_s = stream.gives_up_at_s(self.route.give_up_after_s)
+            if gives_up_at_s is not None and gives_up_at_s <= now:
+                self.counts.gave_up += 1
+                self._fail([stream], self._unavailable(stream, waited=True))
+        if self.serving is not None:
+            due = [stream for stream in self._held.values() if stream.retry_at_s is not None and stream.retry_at_s <= now]
+            self._submit(self.serving, due, now)
+
+    # Inside
+
+    def _new_epoch(self, epoch: int, engine: str | None, now: float) -> None:
+        self.epoch, self._epoch_from = epoch, engine
+        older = [stream for stream in self._streams.values() if stream.epoch != epoch]
+        self.counts.failovers += bool(older)
+        self._hold(older, now)
+
+    def _elect(self, now: float) -> None:
+        """Find the engine that takes requests: active, of the newest epoch. The ledger has one owner for each epoch, so there is one."""
+        may_serve = [e for e, hello in self._engines.items() if hello.state is EngineState.ACTIVE and hello.epoch == self.epoch]
+        if self.serving not in may_serve:
+            self.serving = may_serve[0] if may_serve else None
+        if self.serving is not None and self._held:
+            self._submit(self.serving, list(self._held.values()), now)
+
+    def _submit(self, engine: str, streams: list[Stream], now: float) -> None:
+        """Send ``streams`` to ``engine``, all in one frame."""
+        frame: list[ToEngine] = []
+        for stream in streams:
+            replays = stream.replays
+            frame += stream.submit(engine, self.epoch, now)
+            self.counts.replays += stream.replays - replays
+            self._held.pop(stream.rid, None)
+            self._streams[stream.wire_rid] = stream
+        if frame:
+            self._send(engine, frame)
+
+    def _token(self, stream: Stream, event: Token, now: float) -> None:
+        before = len(stream.output_ids)
+        try:
+            text = stream.token(event)
+        except Misstep as misstep:
+            # What was delivered is right and complete; let an engine go on from there.
+            self.counts.missteps += 1
+            self._refused(stream, f"engine {stream.engine} sent {misstep}", now)
+            return
+        self.counts.tokens += len(stream.output_ids) - before
+        self.counts.repeated_chars += len(event.text) - len(text)
+        if stream.interrupted_at_s is not None:
+            if self._resumed is not None:
+                self._resumed(now - stream.interrupted_at_s)
+            stream.interrupted_at_s = None
+        if text:
+            stream.outlet.put(text)
+        if event.finish_reason is not None:
+            del self._streams[stream.wire_rid]
+            stream.outlet.finish(event.finish_reason)
+
+    def _rejected(self, stream: Stream, event: Rejected, now: float) -> None:
+        if event.retryable:
+            self.counts.refusals += 1
+            self._refused(stream, event.message, now)
+        else:
+            self._fail([stream], ApiError(event.status, event.message, param=event.param))
+
+    def _refused(self, stream: Stream, why: str, now: float) -> None:
+        del self._streams[stream.wire_rid]
+        stream.refused(why, now)
+        self._held[stream.rid] = stream
+        self._fail_the_hopeless()
+
+    def _hold(self, streams: list[Stream], now: float) -> None:
+        for stream in streams:
+            del self._streams[stream.wire_rid]
+            stream.hold(now)
+            self._held[stream.rid] = stream
+
+    def _fail_the_hopeless(self) -> None:
+        if self.serving is None and self.route.state in NO_HOPE:
+            for stream in list(self._held.values()):
+                self._fail([stream], self._unavailable(stream))
+
+    def _unavailable(self, stream: Stream, *, waited: bool = False) -> ApiError:
+        state = self.route.state
+        why = self.route.reason or stream.last_refusal or (f"it is {state}" if state else "it has no engine")
+        after = f" after {self.route.give_up_after_s:g} s of waiting" if waited else ""
+        return unavailable(f"The worker {self.name} cannot serve this request{after}: {why}")
+
+    def _fail(self, streams: list[Stream], error: ApiError) -> None:
+        for stream in streams:
+            self._forget(stream)
+            stream.outlet.fail(error)
+
+    def _forget(self, stream: Stream) -> None:
+        if self._streams.get(stream.wire_rid) is stream:
+            del self._streams[stream.wire_rid]
+        self._held.pop(stream.rid, None)
+        stream.close()
+
+
+def validate(worker: Worker) -> None:
+    """Check what must always hold; raises AssertionError. For tests: call it after every event."""
+    for wire_rid, stream in worker._streams.items():
+        assert stream.state in (StreamState.SUBMITTED, StreamState.RUNNING), stream.state
+        assert stream.wire_rid == wire_rid
+        assert stream.engine is not None and stream.epoch == worker.epoch
+        assert stream.state is StreamState.SUBMITTED or stream.prompt_ids is not None
+    for rid, stream in worker._held.items():
+        assert stream.state is StreamState.HELD and stream.rid == rid
+        assert stream.engine is None and stream.held_since_s is not None
+    if worker.serving is None:
+        assert not worker._held or worker.route.state not in NO_HOPE
+    else:
+        assert worker._engines[worker.serving].epoch == worker.epoch
+        assert all(stream.retry_at_s is not None for stream in worker._held.values())
