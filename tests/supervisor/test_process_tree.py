@@ -91,7 +91,7 @@ async def start() -> AsyncIterator[Callable[..., object]]:
         engine.child.close()
     reaper.close()
     for pid in set(children()) - before:
-        os.waitid(os.P_PID, pid, os.WEXITED)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED)
 
 
 async def kill(tree: Tree) -> tuple[set[int], tuple[trees.Member, ...], bool]:
