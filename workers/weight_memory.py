@@ -41,6 +41,15 @@ class WeightMemory(Protocol):
         """Unmap. Idempotent."""
 
 
+def unit_of(device: str) -> int:
+    """Return the bytes that the size of a segment on ``device`` is a multiple of."""
+    if device == "host":
+        return mapping.PAGE
+    from shadowsup.workers.cuda_memory import GRANULARITY
+
+    return GRANULARITY
+
+
 def open_memory(handles: Sequence[Handle], device: str, *, writable: bool) -> WeightMemory:
     """Map the segments of a set on ``device``. The caller keeps the handles and may close them.
 

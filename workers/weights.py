@@ -19,7 +19,7 @@ from shadowsup.memkeeper.client import HandleSet, KeeperClient
 from shadowsup.memkeeper.protocol import Fingerprint
 from shadowsup.workers import checksum, mapping, weights_layout
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.weight_memory import WeightMemory, open_memory
+from shadowsup.workers.weight_memory import WeightMemory, open_memory, unit_of
 from shadowsup.workers.weights_layout import Layout, Place, TensorSpec
 
 __all__ = ["KeptTensor", "KeptWeights", "TensorSpec", "WeightStore", "WeightWriter"]
@@ -180,7 +180,7 @@ class WeightStore:
             KeeperError: the keeper refuses or is gone.
             WorkerError: two tensors share a name, or the segments cannot be mapped.
         """
-        layout = weights_layout.plan(plan, extras)
+        layout = weights_layout.plan(plan, extras, unit=unit_of(self._device))
         handles = self._keeper.create(fingerprint, layout.sizes, device=self._device)
         self.fingerprint = fingerprint
         return WeightWriter(self._keeper, handles, layout, extras, self._device)

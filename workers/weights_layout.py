@@ -50,7 +50,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """``sizes``: bytes of each segment, whole pages. ``tables[i]``: the checksums of segment ``i``, 8 bytes a piece, in segment 0.
+    """``sizes``: bytes of each segment, whole units. ``tables[i]``: the checksums of segment ``i``, 8 bytes a piece, in segment 0.
 
     ``head``: bytes of segment 0 before its first tensor. Checksums do not cover it (they lie in it); a digest in the manifest does.
     """
@@ -63,8 +63,12 @@ class Layout:
     index: bytes
 
 
-def plan(tensors: Sequence[TensorSpec], extras: Mapping[str, bytes], *, max_segment: int = MAX_SEGMENT) -> Layout:
+def plan(tensors: Sequence[TensorSpec], extras: Mapping[str, bytes], *, max_segment: int = MAX_SEGMENT, unit: int = PAGE) -> Layout:
     """Lay tensors out in the order given.
+
+    Args:
+        max_segment: bytes of a segment, unless one tensor is larger.
+        unit: bytes that the size of a segment is a multiple of.
 
     Raises:
         WorkerError: a name appears twice or a size is negative.
@@ -79,7 +83,7 @@ def plan(tensors: Sequence[TensorSpec], extras: Mapping[str, bytes], *, max_segm
     # what came out, until it does not grow any more.
     head = PAGE
     while True:
-        layout, needed = _lay_out(tensors, extras, head, max_segment)
+        layout, needed = _lay_out(tensors, extras, head, max_segment, unit)
         if needed <= head:
             return layout
         head = needed
@@ -90,7 +94,7 @@ def covered(layout: Layout, segment: int) -> tuple[int, int]:
     return (layout.head if segment == 0 else 0), layout.sizes[segment]
 
 
-def _lay_out(tensors: Sequence[TensorSpec], extras: Mapping[str, bytes], head: int, max_segment: int) -> tuple[Layout, int]:
+def _lay_out(tensors: Sequence[TensorSpec], extras: Mapping[str, bytes], head: int, max_segment: int, unit: int) -> tuple[Layout, int]:
     """Lay out with tensors from ``head`` on. Returns the layout and the bytes that the head really needs."""
     sizes = [head]
     placed: dict[str, tuple[TensorSpec, Place]] = {}
@@ -101,7 +105,7 @@ def _lay_out(tensors: Sequence[TensorSpec], extras: Mapping[str, bytes], head: i
             offset = 0
         placed[tensor.name] = (tensor, Place(len(sizes) - 1, offset, tensor.nbytes))
         sizes[-1] = offset + tensor.nbytes
-    pages = tuple(max(PAGE, round_up(size)) for size in sizes)
+    pages = tuple(max(unit, round_up(size, unit)) for size in sizes)
     tables_bytes = [8 * checksum.piece_count(size) for size in pages]
 
     def index_at(start: int) -> tuple[bytes, dict[str, Place], tuple[Place, ...], int]:
