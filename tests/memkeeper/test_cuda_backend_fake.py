@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -58,8 +57,7 @@ def driver() -> FakeDriver:
 
 @pytest.fixture
 def backend(driver: FakeDriver) -> CudaVmmBackend:
-    kept = {FIRST: [("kv-3-ab", 40 * GIB), ("weights-3-cd", 15 * GIB)], SECOND: []}
-    return CudaVmmBackend(driver, kept=lambda device: kept[device], use=use_of, holders=lambda: {4242: "python", 99: "pt_data_worker"})
+    return CudaVmmBackend(driver, use=use_of, holders=lambda: {4242: "python", 99: "pt_data_worker"})
 
 
 @pytest.fixture
@@ -94,10 +92,9 @@ def test_out_of_memory_says_what_was_wanted_what_there_is_and_who_holds_it(backe
         "kv-4-ee of 40.0 GiB",
         FIRST,
         "100.0 GiB in all, 1.0 GiB free",
-        "kept memory 55.0 GiB (kv-3-ab 40.0 GiB, weights-3-cd 15.0 GiB)",
         "process 4242 (python) 39.0 GiB",
         "process 7 (other) an unknown amount",
-        "5.0 GiB in the driver",
+        "60.0 GiB in kept memory and the driver, of no process",
         "device files are open in process 99 (pt_data_worker)",
     ):
         assert part in message
@@ -108,10 +105,8 @@ def test_out_of_memory_does_not_depend_on_nvml(driver: FakeDriver) -> None:
         raise Unanswered("no answer in 3 s")
 
     driver.free[0] = 0
-    backend = CudaVmmBackend(driver, kept=lambda device: [("kv-1-a", 99 * GIB)], use=hung, holders=dict)
-    with pytest.raises(
-        OutOfMemory, match=r"kept memory 99\.0 GiB \(kv-1-a 99\.0 GiB\); who else uses it is not known: NVML no answer in 3 s"
-    ):
+    backend = CudaVmmBackend(driver, use=hung, holders=dict)
+    with pytest.raises(OutOfMemory, match=r"100\.0 GiB in all; what is in use is not known, NVML: no answer in 3 s"):
         backend.allocate(GIB, "kv-2-b", FIRST)
 
 
@@ -127,13 +122,6 @@ def test_another_driver_error_is_not_called_lack_of_memory(backend: CudaVmmBacke
     with pytest.raises(DriverError) as caught:
         backend.allocate(UNIT, "kv-1-a", FIRST)
     assert caught.value.code == "CUDA_ERROR_UNKNOWN"
-
-
-def test_ledgers_of_gpu_workers_are_host_memory_and_can_be_sealed(backend: CudaVmmBackend, opened: list[int]) -> None:
-    fd = backend.allocate(backend.granularity("host"), "ledger-1-a", "host")
-    opened.append(fd)
-    backend.seal(fd)
-    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
 
 
 def test_sealing_device_memory_is_no_error(backend: CudaVmmBackend, opened: list[int]) -> None:
