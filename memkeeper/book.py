@@ -285,9 +285,11 @@ class Book:
         for each in list(self.sets.values()):
             if not each.weights and each.first.worker == worker:
                 effects += self._free(each)
-            elif worker in each.workers:
+            elif each.weights and each.workers == {worker}:
+                effects += self._free(each)
+            elif each.weights and worker in each.workers:
                 each.workers.discard(worker)
-                effects += [Changed(each)] if each.workers else self._free(each)
+                effects.append(Changed(each))
         return effects
 
     def infos(self) -> list[p.SegmentInfo]:

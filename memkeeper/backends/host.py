@@ -65,4 +65,4 @@ class HostBackend:
                     "cannot seal: a writable mapping of the segment still exists",
                     "the publisher unmaps it, or maps a read-only fd in its place, before it seals",
                 ) from None
-            raise
+            raise KeeperError(f"cannot seal: {error}") from error
