@@ -1,0 +1,313 @@
+"""The transformers engine: `shadowsup.workers.api.Engine` over a transformers causal LM, paged KV and continuous batching of our own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shadowsup.memkeeper.ledger import Follower, LedgerReader, LedgerWriter
+from shadowsup.wire.engine import EngineSpec, KvCounts, Phase
+from shadowsup.wire.link import Rejected, Sampling, Submit
+from shadowsup.workers.api import KvGeometry, StepResult
+from shadowsup.workers.arena import KvArena
+from shadowsup.workers.detokenize import Detokenizer
+from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.kv_pool import IndexMirror, KvPool
+from shadowsup.workers.requests import Request
+from shadowsup.workers.sampling import Row, sample
+from shadowsup.workers.scheduler import Chunk, Limits, Scheduler
+from shadowsup.workers.transformers import arguments, loader, tensors
+from shadowsup.workers.transformers.attention import LAYOUT, KvCache
+from shadowsup.workers.transformers.batch import Piece
+from shadowsup.workers.transformers.executor import Executor
+from shadowsup.workers.transformers.tokenizer import PromptError
+from shadowsup.workers.weights import WeightStore
+
+_HOST_SHARE = 0.125
+"""Of the machine's memory: what KV takes at most where the config leaves its size to the engine."""
+
+_DEVICE_SHARE = 0.9
+_DEVICE_OVERHEAD = 4 * 1024**3
+"""Bytes: contexts, workspaces and graphs of an active engine and a shadow (design: 0.5 to 3.4 GiB each were measured)."""
+
+
+class TransformersEngine:
+    """See `shadowsup.workers.api.Engine` for the life of one."""
+
+    def __init__(self) -> None:
+        self._arguments = arguments.Arguments()
+        self._device = torch.device("cpu")
+        self._loaded: loader.Loaded | None = None
+        self._geometry: KvGeometry | None = None
+        self._max_context = 0
+        self._context_limit = ""
+        self._executor: Executor | None = None
+        self._mirror: IndexMirror | None = None
+        self._follower: tuple[LedgerReader, Follower] | None = None
+        self._scheduler: Scheduler | None = None
+        self._epoch = 0
+        self._rejected: list[Rejected] = []
+
+    # --- up to parked -----------------------------------------------------------------------------------------------------------
+
+    def load(self, spec: EngineSpec, store: WeightStore, progress: Callable[[str], None]) -> None:
+        self._arguments = arguments.parse(spec.args)
+        if spec.world != 1:
+            raise WorkerError("this engine runs on one device", "set tensor_parallel: 1", fatal=True)
+        self._device = _device(spec)
+        threads = self._arguments.thread_count()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._loaded = loader.load(spec, self._arguments, store, self._device, progress)
+        self._set_geometry(spec, self._loaded)
+
+    def _set_geometry(self, spec: EngineSpec, loaded: loader.Loaded) -> None:
+        shape = loaded.shape
+        longest = loaded.positions
+        if self._arguments.max_context is not None:
+            if self._arguments.max_context > longest:
+                raise WorkerError(
+                    f"max_context {self._arguments.max_context} is beyond the model's {longest} tokens", "lower it", fatal=True
+                )
+            longest = self._arguments.max_context
+        size = spec.kv.size or self._own_choice(shape.block_bytes, shape.block_tokens, longest)
+        blocks = size // shape.block_bytes
+        # By default two blocks a sequence: its tail, and the next one should the fence be late.
+        reserve = spec.kv.reserve if spec.kv.reserve is not None else min(2 * self._arguments.max_batch, blocks // 4)
+        if blocks - reserve < 2:
+            raise WorkerError(
+                f"kv.size {size} holds {blocks} blocks of {shape.block_tokens} tokens ({shape.block_bytes} B), {reserve} of them reserve",
+                f"make it {(reserve + 16) * shape.block_bytes} or more",
+                fatal=True,
+            )
+        self._geometry = KvGeometry(
+            blocks=blocks,
+            block_tokens=shape.block_tokens,
+            block_bytes=shape.block_bytes,
+            reserve=reserve,
+            fingerprint=(
+                ("kv.layers", str(shape.layers)),
+                ("kv.heads", str(shape.heads)),
+                ("kv.head_dim", str(shape.head_dim)),
+                ("kv.dtype", str(shape.dtype)),
+                ("kv.layout", LAYOUT),
+            ),
+        )
+        capacity = (blocks - reserve) * shape.block_tokens
+        self._max_context = min(longest, capacity)
+        self._context_limit = f"its KV cache holds {capacity}" if capacity < longest else f"its context is {longest}"
+
+    def _own_choice(self, block_bytes: int, block_tokens: int, longest: int) -> int:
+        wanted = (self._arguments.max_batch * -(-longest // block_tokens) + 2 * self._arguments.max_batch) * block_bytes
+        # Of what there is, not of what is free: a shadow must come to the same figure when the first engine has taken its part.
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            assert self._loaded is not None
+            return min(wanted, int(total * _DEVICE_SHARE) - self._loaded.kept.nbytes - _DEVICE_OVERHEAD)
+        return min(wanted, int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _HOST_SHARE))
+
+    @property
+    def max_context(self) -> int:
+        return self._max_context
+
+    def geometry(self) -> KvGeometry:
+        assert self._geometry is not None, "load comes first"
+        return self._geometry
+
+    def warm(self, arena: KvArena) -> None:
+        loaded, geometry = self._loaded, self._geometry
+        assert loaded is not None and geometry is not None, "load comes first"
+        memory = tensors.as_bytes(arena.address, arena.size, self._device)
+        self._executor = Executor(loaded.model, KvCache(memory, loaded.shape, geometry.blocks), self._device)
+        self._mirror = IndexMirror(geometry.blocks)
+        size = geometry.block_tokens
+        prompt = [at % loaded.vocabulary for at in range(min(self._max_context - 1, self._arguments.max_batch_tokens, 2 * size))]
+        blocks = list(range(-(-(len(prompt) + 1) // size)))
+        self._executor.forward([Piece(prompt, 0, blocks, True)])
+        for rows in {1, min(2, self._arguments.max_batch)}:
+            logits = self._executor.forward([Piece(prompt[:1], len(prompt), blocks, True)] * rows)
+            drawn = Sampling(seed=1, temperature=1.0, top_p=0.9)
+            sample(logits, [Row(drawn, (), len(prompt) + 1, loaded.eos)] * rows)
+        loaded.codec.decode(loaded.codec.encode("Hello"))
+        try:
+            loaded.codec.chat([{"role": "user", "content": "Hello"}])  # compiles the template
+        except PromptError:
+            pass  # there is none, or it wants other roles: a client will be told
+
+    def follow(self, ledger: LedgerReader) -> None:
+        assert self._mirror is not None, "warm comes first"
+        if self._follower is None or self._follower[0] is not ledger:
+            self._follower = (ledger, Follower(ledger))
+        self._mirror.follow(self._follower[1])
+
+    # --- active -----------------------------------------------------------------------------------------------------------------
+
+    def promote(self, ledger: LedgerWriter, *, fenced: bool) -> tuple[int, int]:
+        geometry = self.geometry()
+        assert self._mirror is not None, "warm comes first"
+        mirror, self._mirror, self._follower = self._mirror, None, None
+        pool = KvPool(
+            ledger,
+            blocks=geometry.blocks,
+            block_tokens=geometry.block_tokens,
+            reserve=geometry.reserve,
+            fenced=fenced,
+            index=mirror.index,
+        )
+        self._epoch = ledger.epoch
+        limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
+        self._scheduler = Scheduler(pool, limits, ledger.header().salt)
+        return pool.kept, pool.dropped
+
+    def fence(self) -> int:
+        return self._active().pool.fence()
+
+    def submit(self, request: Submit) -> None:
+        scheduler = self._active()
+        if request.rid in scheduler:
+            return  # an answer would be taken for the answer to the one that runs
+        if request.epoch != self._epoch:
+            self._reject(request, 409, f"this engine serves epoch {self._epoch}, not {request.epoch}", retryable=True)
+            return
+        try:
+            prompt = self._prompt(request)
+        except PromptError as error:
+            self._reject(request, 400, str(error), param=error.param)
+            return
+        if (problem := self._too_long(request, prompt)) is not None:
+            self._reject(request, 400, problem[0], param=problem[1])
+            return
+        assert self._loaded is not None
+        replay, sampling = request.replay, request.sampling
+        scheduler.add(
+            Request(
+                rid=request.rid,
+                epoch=request.epoch,
+                prompt=prompt,
+                output=list(replay.output_ids) if replay is not None else [],
+                sampling=sampling,
+                text=Detokenizer(
+                    self._loaded.codec,
+                    stops=sampling.stop,
+                    min_tokens=sampling.min_tokens,
+                    delivered=replay.delivered_chars if replay is not None else 0,
+                ),
+                max_total=self._max_context,
+                eos=self._loaded.eos,
+            )
+        )
+
+    def _prompt(self, request: Submit) -> tuple[int, ...]:
+        assert self._loaded is not None
+        codec, param = self._loaded.codec, "prompt"
+        if request.replay is not None:
+            ids: Sequence[int] = request.replay.prompt_ids
+            everything: Sequence[int] = (*ids, *request.replay.output_ids)
+        else:
+            if request.messages is not None:
+                ids, param = codec.chat(request.messages), "messages"
+            elif request.prompt is not None:
+                ids = codec.encode(request.prompt)
+            else:
+                ids = request.prompt_ids or ()
+            everything = ids
+        if not ids:
+            raise PromptError("the prompt has no tokens", param)
+        wrong = next((token for token in everything if not 0 <= token < self._loaded.vocabulary), None)
+        if wrong is not None:
+            raise PromptError(f"token id {wrong} is outside the vocabulary of {self._loaded.vocabulary}", param)
+        return tuple(ids)
+
+    def _too_long(self, request: Submit, prompt: Sequence[int]) -> tuple[str, str] | None:
+        """Return (message, parameter) when the request cannot fit. One that was accepted before runs to the limit instead."""
+        limit, asked = self._max_context, request.sampling.max_tokens
+        what = f"this model takes {limit} tokens, prompt and output together ({self._context_limit})"
+        if len(prompt) >= limit:
+            return f"{what}; the prompt has {len(prompt)}", "messages" if request.messages is not None else "prompt"
+        if request.replay is None and asked is not None and len(prompt) + asked > limit:
+            return f"{what}; the request has {len(prompt) + asked}: {len(prompt)} in the prompt, {asked} of max_tokens", "max_tokens"
+        return None
+
+    def _reject(self, request: Submit, status: int, message: str, *, param: str | None = None, retryable: bool = False) -> None:
+        self._rejected.append(
+            Rejected(rid=request.rid, epoch=request.epoch, status=status, message=message, param=param, retryable=retryable)
+        )
+
+    def cancel(self, rid: str) -> None:
+        self._active().cancel(rid)
+
+    def step(self) -> StepResult:
+        scheduler, result = self._active(), StepResult()
+        plan = scheduler.plan()
+        if plan:
+            scheduler.commit(plan, self._compute(plan))
+        result.events = [*self._rejected, *scheduler.take_events()]
+        self._rejected = []
+        result.progressed = bool(plan or result.events)
+        return result
+
+    def _compute(self, plan: Sequence[Chunk]) -> list[int]:
+        assert self._executor is not None and self._loaded is not None
+        logits = self._executor.forward(
+            [
+                Piece(chunk.request.tokens[chunk.start : chunk.start + chunk.count], chunk.start, chunk.request.blocks, chunk.samples)
+                for chunk in plan
+            ]
+        )
+        rows = [Row(chunk.request.sampling, chunk.request.output, chunk.request.total, self._loaded.eos) for chunk in plan if chunk.samples]
+        return sample(logits, rows) if rows else []
+
+    # --- what others see ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """What the next step will do (read before it)."""
+        if self._loaded is None:
+            return Phase.LOADING
+        if self._executor is None:
+            return Phase.WARMING
+        if self._scheduler is None:
+            return Phase.PARKED
+        return self._scheduler.phase
+
+    @property
+    def inflight(self) -> int:
+        return self._scheduler.inflight if self._scheduler is not None else 0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait, and answers that only need a step to go out."""
+        return self._scheduler.queued + len(self._rejected) if self._scheduler is not None else 0
+
+    def kv_counts(self) -> KvCounts | None:
+        return self._scheduler.pool.counts() if self._scheduler is not None else None
+
+    def close(self) -> None:
+        """Drop every tensor over kept memory, then the memory. Idempotent."""
+        loaded, self._loaded = self._loaded, None
+        self._executor = self._scheduler = self._mirror = self._follower = None
+        if loaded is not None:
+            kept = loaded.kept
+            del loaded
+            kept.close()
+
+    def _active(self) -> Scheduler:
+        assert self._scheduler is not None, "promote comes first"
+        return self._scheduler
+
+
+def _device(spec: EngineSpec) -> torch.device:
+    if not spec.gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise WorkerError(
+            f"no GPU can be used here, though {', '.join(spec.gpus)} is configured", "check the driver, or set gpus: []", fatal=True
+        )
+    return torch.device("cuda", spec.rank)
+
+
+def create() -> TransformersEngine:
+    """The registry's factory."""
+    return TransformersEngine()
