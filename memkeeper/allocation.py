@@ -10,10 +10,10 @@ from shadowsup.memkeeper import protocol as p
 from shadowsup.memkeeper.backends.base import Backend
 from shadowsup.memkeeper.backends.host import DEVICE, HostBackend
 from shadowsup.memkeeper.backends.host_memory import size_text
-from shadowsup.memkeeper.book import SegmentSet
 from shadowsup.memkeeper.channel import OwnedFd
 from shadowsup.memkeeper.errors import KeeperError, OutOfMemory
 from shadowsup.memkeeper.ledger import initialise
+from shadowsup.memkeeper.segments import SegmentSet
 
 Segments = dict[str, OwnedFd]
 """Segment id → its fd."""

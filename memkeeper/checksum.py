@@ -66,5 +66,5 @@ def sample_checksum(buffer: Any, *, pages: int = 256) -> str:
     state = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=16)
     chosen = range(count) if count <= pages else sorted({round(number * (count - 1) / (pages - 1)) for number in range(pages)})
     for page in chosen:
-        state.update(data[page * _PAGE : (page + 1) * _PAGE])
+        state.update(data[page * _PAGE : (page + 1) * _PAGE].tobytes())
     return state.hexdigest()

@@ -18,12 +18,13 @@ import msgspec
 
 from shadowsup.memkeeper import protocol as p
 from shadowsup.memkeeper.allocation import Allocator, Job, Segments
-from shadowsup.memkeeper.book import Book, Changed, Effect, Freed, Grant, Publish, SegmentSet
+from shadowsup.memkeeper.book import Book, Changed, Effect, Freed, Grant, Publish
 from shadowsup.memkeeper.channel import ChannelClosed, OwnedFd
 from shadowsup.memkeeper.deposits import Deposits, Waiter
 from shadowsup.memkeeper.errors import KeeperError, refusal_code
 from shadowsup.memkeeper.hub import Connection, Hub, ProtocolError
 from shadowsup.memkeeper.ledger_layout import read_owner
+from shadowsup.memkeeper.segments import SegmentSet
 
 log = logging.getLogger("shadowsup.memkeeper")
 
