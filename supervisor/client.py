@@ -94,8 +94,9 @@ class ControlClient:
             return reply.result
 
 
-def call(runtime_dir: Path, verb: str, timeout_s: float = TIMEOUT_S, **args: Any) -> Any:
-    """Make one request in a conversation of its own. Raises as `ControlClient`."""
+def call(runtime_dir: Path, verb: str, timeout_s: float = TIMEOUT_S, /, **args: Any) -> Any:
+    """Make one request in a conversation of its own; arguments that are None are left out. Raises as `ControlClient`."""
+    args = {name: value for name, value in args.items() if value is not None}
     with ControlClient(runtime_dir, timeout_s) as client:
         return client.call(verb, **args)
 

@@ -26,7 +26,7 @@ PROCESSES = "processes.json"
 MAX_SOCKET_PATH = 107
 """Bytes: sockaddr_un.sun_path has 108 with the final NUL (unix(7))."""
 
-_MARKS = (CONTROL_SOCKET, NODE_RECORD, PROCESSES)
+MARKS = (CONTROL_SOCKET, NODE_RECORD, PROCESSES)
 """A folder with one of these is, or was, a node's."""
 
 
@@ -97,7 +97,7 @@ def find(*, explicit: Path | None, environ: Mapping[str, str]) -> Found:
         if base.world and not _is_ours(base.path):
             continue  # anyone could have made it
         with contextlib.suppress(OSError):
-            there += sorted(path for path in base.path.iterdir() if any((path / mark).exists() for mark in _MARKS))
+            there += sorted(path for path in base.path.iterdir() if any((path / mark).exists() for mark in MARKS))
     living = [path for path in there if serving(path)]
     chosen = living or there
     if not chosen:
@@ -183,7 +183,7 @@ def _check_ancestor(path: Path) -> None:
             )
         if status.st_uid not in (os.geteuid(), 0):
             raise SupervisorError(f"{path} belongs to another user (uid {status.st_uid})", "name another --runtime-dir")
-        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        if status.st_mode & 0o002 and not status.st_mode & stat.S_ISVTX:
             raise SupervisorError(f"other users may write to {path} (mode {stat.S_IMODE(status.st_mode):04o})", f"chmod 700 {path}")
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shadowsup.supervisor.config.document import Path
-from shadowsup.supervisor.config.environment import check_secret_file, read_env_file
-from shadowsup.supervisor.config.model import Backend, EngineKind, NodeConfig, WorkerConfig
+from shadowsup.supervisor.config.model import COMMAND_KEYS, KEPT_MEMORY_KEYS, Backend, EngineKind, NodeConfig, WorkerConfig
 from shadowsup.supervisor.config.owned import owned_argument, owned_variable
+from shadowsup.supervisor.config.secret_files import check_secret_file, read_env_file
 from shadowsup.supervisor.config.units import format_duration, format_size
 from shadowsup.supervisor.errors import ConfigError, Problem
 
@@ -98,14 +98,14 @@ def _engine(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
         for key in ("command", "ready"):
             if getattr(worker, key) is None:
                 yield Finding(at, f"a command engine needs {key}", about=(engine, (*at, key)))
-        for key in ("model", "revision", "args", "tensor_parallel", "kv", "verify", "python"):
-            if key in worker.model_fields_set and getattr(worker, key) not in (None, {}, 1):
+        for key in KEPT_MEMORY_KEYS:
+            if key in worker.model_fields_set:
                 yield Finding((*at, key), f"a command engine has no {key}; it is served without kept memory", about=(engine,), key=True)
     else:
         if worker.model is None:
             yield Finding(at, f"a {worker.engine.value} engine needs model", about=(engine, (*at, "model")))
-        for key in ("command", "ready", "port", "cwd"):
-            if key in worker.model_fields_set and getattr(worker, key) is not None:
+        for key in COMMAND_KEYS:
+            if key in worker.model_fields_set:
                 yield Finding((*at, key), f"only command engines have {key}", about=(engine,), key=True)
     if worker.ready is not None and len(worker.ready.given) != 1:
         given = " and ".join(worker.ready.given) or "none of them"
@@ -113,7 +113,7 @@ def _engine(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
     for name in worker.args:
         reason = owned_argument(worker.engine, name)
         if reason is not None:
-            yield Finding((*at, "args", name), f"{name} is set by shadowsup: {reason}", about=(engine,), key=True)
+            yield Finding((*at, "args", name), f"shadowsup sets it: {reason}", about=(engine,), key=True)
 
 
 def _devices(config: NodeConfig, worker: WorkerConfig, at: Path) -> Iterator[Finding]:
@@ -176,7 +176,7 @@ def _health(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
 def _environment(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
     for name in worker.env:
         if (reason := owned_variable(name)) is not None:
-            yield Finding((*at, "env", name), f"{name} is set by shadowsup: {reason}", key=True)
+            yield Finding((*at, "env", name), f"shadowsup sets it: {reason}", key=True)
     if worker.env_file is None:
         return
     path = (*at, "env_file")
@@ -186,6 +186,6 @@ def _environment(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
     try:
         for name in read_env_file(worker.env_file):
             if (reason := owned_variable(name)) is not None:
-                yield Finding(path, f"{worker.env_file}: {name} is set by shadowsup: {reason}")
+                yield Finding(path, f"{worker.env_file}: shadowsup sets {name}: {reason}")
     except ConfigError as error:
         yield Finding(path, error.message, error.hint, problems=error.problems)

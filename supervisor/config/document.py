@@ -210,7 +210,7 @@ class Walk:
             if found >= 0:
                 begin = found + 1
             mark = self._position(found) if found >= 0 else None
-            self._doc.problem(path, fault.message, fault.hint, mark=mark)
+            self._doc.problem(path, f"{dotted(path)}: {fault.message}", fault.hint, mark=mark)
             self._doc.spoiled.add(path)
         if any(is_secret_name(name) for name in result.variables):
             self._doc.secrets.add(path)
@@ -221,7 +221,7 @@ class Walk:
                 return None  # as if nothing were written there
             return Expanded(result.text)
         if text and (found_trap := trap(text)) is not None:
-            self._doc.problem(path, f"{text} without quotes is {found_trap[0]}", found_trap[1])
+            self._doc.problem(path, f"{dotted(path)}: {text} without quotes is {found_trap[0]}", found_trap[1])
             self._doc.spoiled.add(path)
             return Expanded(text)
         return plain(text)

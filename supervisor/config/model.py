@@ -38,6 +38,11 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$"
 ENV_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 SIGNALS = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "KILL")
 
+COMMAND_KEYS = ("command", "ready", "port", "cwd")
+"""Keys that only command engines have."""
+KEPT_MEMORY_KEYS = ("model", "revision", "args", "tensor_parallel", "kv", "verify", "python")
+"""Keys that command engines do not have."""
+
 Name = Annotated[Text, Field(pattern=NAME_PATTERN)]
 
 
@@ -259,6 +264,13 @@ class ReadySection(Section):
         return tuple(name for name in ("http", "exec", "log", "notify") if getattr(self, name) is not None)
 
 
+GpuIds = Annotated[
+    tuple[Text, ...],
+    BeforeValidator(gpu_list),
+    WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}}),
+]
+
+
 def _json_value(value: Any) -> Any:
     """Resolve `Expanded` scalars inside free-form values by the rules of plain scalars."""
     if isinstance(value, Expanded):
@@ -289,9 +301,9 @@ class WorkerConfig(Section):
     """auto, float32, bfloat16 or float16. Only float32 repeats greedy output bit for bit in every batch."""
     args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = {}
     """Passed to the engine as they are. Those that shadowsup owns are refused with a reason."""
-    gpus: Annotated[tuple[Text, ...], BeforeValidator(gpu_list)] = ()
+    gpus: GpuIds = ()
     """Indices in PCI bus order, GPU UUIDs or MIG UUIDs. []: CPU and main memory."""
-    spares: Annotated[tuple[Text, ...], BeforeValidator(gpu_list)] = ()
+    spares: GpuIds = ()
     """GPUs to move to when one of gpus is quarantined."""
     tensor_parallel: Annotated[int, Strict(), Field(ge=1, le=1024), NUMBER] = 1
     """Ranks of an engine; as many as there are gpus."""

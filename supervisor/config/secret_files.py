@@ -1,30 +1,15 @@
-"""The environment of an engine: little is inherited, the config adds to it, and an ``env_file`` brings what must not be shown."""
+"""Files that hold secrets: env files and key files. Only their owner may read them, and no message shows a value."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
-from shadowsup.supervisor.config.model import ENV_NAME_PATTERN, WorkerConfig
+from shadowsup.supervisor.config.model import ENV_NAME_PATTERN
 from shadowsup.supervisor.errors import ConfigError, Problem
 
-_INHERITED = frozenset({"PATH", "HOME", "LANG", "LD_LIBRARY_PATH"})
-_INHERITED_PREFIXES = ("HF_", "CUDA_")
-_OURS = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
-"""Match ``CUDA_*`` but are set from ``gpus``."""
-
 _NAME = re.compile(ENV_NAME_PATTERN)
-
-
-def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what engines inherit: PATH, HOME, LANG, HF_*, *_proxy, LD_LIBRARY_PATH, CUDA_*, and nothing else."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if (name in _INHERITED or name.startswith(_INHERITED_PREFIXES) or name.lower().endswith("_proxy")) and name not in _OURS
-    }
 
 
 def read_env_file(path: Path) -> dict[str, str]:
@@ -75,13 +60,3 @@ def check_secret_file(path: Path) -> tuple[str, str] | None:
     if not os.access(path, os.R_OK):
         return f"{path} cannot be read by this user", ""
     return None
-
-
-def engine_environment(worker: WorkerConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of the worker's engines, but for what the supervisor adds (devices, sockets).
-
-    Raises:
-        ConfigError: the env_file cannot be used.
-    """
-    from_file = read_env_file(worker.env_file) if worker.env_file is not None else {}
-    return inherited(environ) | from_file | dict(worker.env)

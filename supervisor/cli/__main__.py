@@ -1,0 +1,5 @@
+"""``python -m shadowsup.supervisor.cli``."""
+
+from shadowsup.supervisor.cli import main
+
+main()

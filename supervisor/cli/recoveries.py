@@ -1,0 +1,70 @@
+"""``shadowsup recoveries``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from shadowsup.supervisor.cli.node import ask
+from shadowsup.supervisor.cli.output import Column, count, echo_json, milliseconds, output_option, table
+
+
+@click.command()
+@click.argument("worker", required=False)
+@click.option("-n", "--last", type=click.IntRange(min=1), help="Only the last N.")
+@output_option
+@click.pass_context
+def recoveries(ctx: click.Context, worker: str | None, last: int | None, output: str) -> None:
+    """Show each failover, of one WORKER or of all, with its timeline in milliseconds.
+
+    DETECT runs from the last sign of life to the verdict; the other columns run from the verdict.
+    """
+    found = ask(ctx, "recoveries")
+    kept = [recovery for recovery in found.get("recoveries") or [] if worker in (None, recovery.get("worker"))]
+    kept = kept[-last:] if last else kept
+    if output == "json":
+        echo_json({**found, "recoveries": kept})
+    else:
+        click.echo(render(kept))
+
+
+_STEPS = ("detect", "freeze", "promote", "first_token", "fence", "refill")
+_COLUMNS = (
+    Column("AT"),
+    Column("WORKER", shrink=True),
+    Column("KIND"),
+    Column("CAUSE", shrink=True),
+    *(Column({"first_token": "TOKEN"}.get(step, step.upper()), right=True) for step in _STEPS),
+    Column("KEPT", right=True),
+    Column("RESUMED", right=True),
+)
+
+
+def render(found: list[dict[str, Any]]) -> str:
+    """Return the recoveries for people, oldest first."""
+    if not found:
+        return "no recoveries"
+    rows = [
+        (
+            clock(recovery.get("ts")),
+            recovery.get("worker"),
+            recovery.get("kind"),
+            recovery.get("cause"),
+            *(milliseconds(recovery.get(f"{step}_ms")) for step in _STEPS),
+            count(recovery.get("blocks_kept")),
+            count(recovery.get("requests_resumed")),
+        )
+        for recovery in found
+    ]
+    return table(_COLUMNS, rows)
+
+
+def clock(ts: object) -> str:
+    """Return the local time of day; with the date when it is not today's."""
+    if not isinstance(ts, int | float):
+        return "-"
+    then = time.localtime(ts)
+    same_day = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if same_day else "%m-%d %H:%M", then)

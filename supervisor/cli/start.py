@@ -1,0 +1,75 @@
+"""``shadowsup start``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from shadowsup.supervisor import runtime_dir as runtime_dirs
+from shadowsup.supervisor.errors import AlreadyRunning, ExitCode, SupervisorError
+
+if TYPE_CHECKING:
+    from shadowsup.supervisor.config import LoadedConfig
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the supervisor is up.")
+@click.option("--wait", is_flag=True, help="With -d: return when every worker is healthy, or one cannot be.")
+@click.option("--tui", is_flag=True, help="Show the dashboard.")
+@click.pass_context
+def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool) -> int:
+    """Run the node that CONFIG describes, in the foreground: a line a step, and a last line when it serves.
+
+    Ctrl-C and SIGTERM let running requests finish, then stop everything. If parts of this node are alive, they are adopted.
+
+    Exit code 100: this node is supervised already.
+    """
+    if tui:
+        raise SupervisorError(
+            "the dashboard is not in this version",
+            "start without --tui; shadowsup status and shadowsup events -f show what goes on",
+            exit_code=ExitCode.USAGE,
+        )
+    loaded = _load(config)
+    path = runtime_dirs.for_start(
+        loaded.config.node.name,
+        explicit=ctx.find_root().obj,
+        configured=loaded.config.node.runtime_dir,
+        environ=os.environ,
+    )
+    refuse_second(path)
+    path = runtime_dirs.create(path, longest_name=max(len(worker.name) for worker in loaded.config.workers))
+    if detach:
+        from shadowsup.supervisor.cli.detach import start_detached
+
+        return start_detached(loaded, path, wait=wait)
+    from shadowsup.supervisor import node
+    from shadowsup.supervisor.cli.reporter import Lines
+
+    return int(node.run(loaded, path, reporter=Lines()))
+
+
+def _load(config: Path) -> LoadedConfig:
+    from shadowsup.supervisor.config import load
+
+    loaded = load(config)
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    return loaded
+
+
+def refuse_second(path: Path) -> None:
+    """Raise AlreadyRunning when a supervisor serves ``path``."""
+    if not runtime_dirs.serving(path):
+        return
+    from shadowsup.supervisor.client import peer_pid
+
+    pid = peer_pid(path)
+    raise AlreadyRunning(
+        f"this node is supervised already{f' by pid {pid}' if pid else ''}, in {path}",
+        f"shadowsup --runtime-dir {path} status; or stop it first",
+    )

@@ -1,0 +1,33 @@
+"""Every verb: where its command is, and its line in ``--help``. Adding one is adding a file and a line here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Verb(NamedTuple):
+    """``target``: ``module:attribute`` of a click command, imported when the verb is used."""
+
+    target: str
+    help: str
+    section: str
+
+
+_HERE = "shadowsup.supervisor.cli"
+
+VERBS: dict[str, Verb] = {
+    "start": Verb(f"{_HERE}.start:start", "Run a node: the supervisor, its engines and the gateway.", "Run"),
+    "stop": Verb(f"{_HERE}.stop:stop", "Stop the node, or one worker; leave nothing behind.", "Run"),
+    "restart": Verb(f"{_HERE}.orders:restart", "Replace the engines of a worker.", "Run"),
+    "drain": Verb(f"{_HERE}.orders:drain", "Let a worker finish its requests and take no new ones.", "Run"),
+    "status": Verb(f"{_HERE}.status:status", "What goes on: workers, engines, memory, the gateway.", "Look"),
+    "memory": Verb(f"{_HERE}.memory:memory", "Kept memory: segments and who uses them.", "Look"),
+    "recoveries": Verb(f"{_HERE}.recoveries:recoveries", "Each failover with its timeline.", "Look"),
+    "events": Verb(f"{_HERE}.events:events", "What happened; -f: as it happens.", "Look"),
+    "logs": Verb(f"{_HERE}.logs:logs", "Output of the engines.", "Look"),
+    "failover": Verb(f"{_HERE}.orders:failover", "Switch a worker to its shadow, as planned.", "Drill"),
+    "kill": Verb(f"{_HERE}.orders:kill", "Send an engine a signal, as a drill.", "Drill"),
+    "validate": Verb(f"{_HERE}.validate:validate", "Check a config; tell everything that is wrong at once.", "Config"),
+    "config": Verb(f"{_HERE}.config:config", "Show the effective config, or the schema.", "Config"),
+    "version": Verb(f"{_HERE}.version:version", "Show the version.", "Config"),
+}
