@@ -42,6 +42,10 @@ def _shm() -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a memfd, socket or pidfd, or a shared-memory file behind."""
+    if request.node.get_closest_marker("e2e"):
+        # A node outlives one test there, and replaces its parts; the fixture that owns the node checks what is left after its stop.
+        yield
+        return
     before_fds, before_children, before_shm = _open_fds(), _children(), _shm()
     yield
     gc.collect()
