@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from shadowsup.wire.engine import EngineState
 from shadowsup.wire.link import Accepted, Cancel, Rejected, Submit, Token
 from shadowsup.workers.api import Engine
-from shadowsup.workers.link import Incoming, LinkLost
+from shadowsup.workers.link import Incoming
 
 _REMEMBERED = 4096
 """Finished requests whose duplicates are still known."""
@@ -31,6 +31,8 @@ class Intake:
         self._finished: dict[str, None] = {}
         self._leaving: set[str] = set()
         self._again: dict[str, Submit] = {}
+        self.connection = 0
+        """Whose requests these are; answers go to no other (`LinkServer.send`)."""
         self.resumed = 0
         """Replayed requests taken since `begin`."""
 
@@ -64,11 +66,13 @@ class Intake:
                     rejected.append(refusal)
             elif isinstance(message, Cancel):
                 self._cancel(message.rid)
-            elif isinstance(message, LinkLost):
+            else:
                 for rid in list(self._live):
                     self._cancel(rid)
                 self._again.clear()
                 self._finished.clear()
+                rejected.clear()
+                self.connection = message.number
         return rejected
 
     def passing(self, events: Iterable[Accepted | Token | Rejected]) -> list[Accepted | Token | Rejected]:

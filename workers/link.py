@@ -2,8 +2,9 @@
 
 A step's events are one frame. The step thread sends it itself when nothing waits before it, so that no thread switch lies between a token
 and its client; what the socket does not take at once is buffered and sent by the link thread. A gateway that stops reading is
-disconnected when the buffer is full: it never blocks a step. The newest connection wins; a new one tells the inbox to forget the
-requests of the one before (`LinkLost`), because their clients are gone or will be submitted anew.
+disconnected when the buffer is full: it never blocks a step. The newest connection wins. With each change of it the inbox is told
+(`LinkChanged`) and forgets the requests of the one before: their clients are gone, or they will be submitted anew. Connections are
+numbered, so that no event of such a request goes to the next one.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ _CHUNK = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class LinkLost:
-    """The gateway that sent what came before this is gone."""
+class LinkChanged:
+    """What came before this was sent by a gateway that is gone, what follows comes from connection ``number`` (0: none)."""
+
+    number: int
 
 
-Incoming = wire.Submit | wire.Cancel | LinkLost
+Incoming = wire.Submit | wire.Cancel | LinkChanged
 
 
 @dataclass(eq=False, slots=True)
 class _Peer:
+    number: int
     socket: socket.socket
     unpacker: framing.Unpacker
     waiting: deque[memoryview]
@@ -75,6 +79,7 @@ class LinkServer:
         self._listener = _listen(path)
         self._lock = threading.Lock()  # guards _peer, its buffer, and the order of frames
         self._peer: _Peer | None = None
+        self._accepted = 0
         self._bell = Doorbell()
         self._selector = selectors.DefaultSelector()
         self._closing = False
@@ -93,10 +98,10 @@ class LinkServer:
             self._hello = hello
             self._send_locked([hello])
 
-    def send(self, events: Sequence[wire.FromEngine]) -> bool:
-        """Send ``events`` as one frame; never blocks. Returns False when no gateway is there to get them."""
+    def send(self, events: Sequence[wire.FromEngine], to: int) -> bool:
+        """Send ``events`` as one frame over connection number ``to``; never blocks. Returns False when that is not there any more."""
         with self._lock:
-            return self._send_locked(events)
+            return self._peer is not None and self._peer.number == to and self._send_locked(events)
 
     def close(self) -> None:
         """Disconnect, end the thread and remove the socket. What was given to `send` and not taken is lost. Idempotent."""
@@ -178,8 +183,10 @@ class LinkServer:
         if before is not None:
             self._log("a new gateway takes over the link")
             self._drop(before)
-        peer = _Peer(connection, framing.Unpacker(), deque())
+        self._accepted += 1
+        peer = _Peer(self._accepted, connection, framing.Unpacker(), deque())
         self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._deliver(LinkChanged(peer.number))
         with self._lock:  # from here on the step thread sends to it: the Hello has to be in front
             self._peer = peer
             self._send_locked([self._hello])
@@ -191,7 +198,7 @@ class LinkServer:
             self._peer = None
         self._selector.unregister(peer.socket)
         peer.socket.close()
-        self._deliver(LinkLost())
+        self._deliver(LinkChanged(0))
 
     def _watch_writable(self) -> None:
         peer = self._peer

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -36,7 +36,7 @@ from shadowsup.wire.engine import (
     Release,
     Stop,
 )
-from shadowsup.wire.link import Hello, Token
+from shadowsup.wire.link import Hello, Rejected, Token
 from shadowsup.workers import kept_kv, process, registry
 from shadowsup.workers.api import AdapterFactory, Engine
 from shadowsup.workers.arena import KvArena
@@ -139,6 +139,7 @@ class EngineProcess:
             self._bell.wait(FOLLOW_S)
             self._obey(priority)
             if self._writer is None:
+                self._refuse(self._intake.take(EngineState.PARKED, 0))
                 self._engine.follow(self._kv.reader)
         self._stage = "step"
         while True:
@@ -197,9 +198,7 @@ class EngineProcess:
         writer, engine = self._writer, self._engine
         assert writer is not None
         self._bell.clear()  # before the inbox is looked at: what comes later rings again
-        rejected = self._intake.take(self._heart.vitals.state, writer.epoch)
-        if rejected:
-            self._link.send(rejected)
+        self._refuse(self._intake.take(self._heart.vitals.state, writer.epoch))
         writer.check()
         if not (engine.inflight or engine.queued or self._intake.waiting):
             self._vitals(phase=Phase.IDLE)
@@ -211,7 +210,7 @@ class EngineProcess:
         result = engine.step()
         writer.check()  # whoever owns the ledger now speaks to the gateway; we do not
         events = self._intake.passing(result.events)
-        sent = bool(events) and self._link.send(events)
+        sent = bool(events) and self._link.send(events, self._intake.connection)
         tokens = sum(len(event.ids) for event in events if isinstance(event, Token))
         if tokens and sent and not self._first_token_sent:
             self._first_token_sent = True
@@ -222,6 +221,10 @@ class EngineProcess:
         self._vitals(phase=engine.phase, step=before.step + 1, last_step_s=time.monotonic(), tokens_total=before.tokens_total + tokens)
         if not result.progressed and not self._intake.waiting and not self._orders:
             self._bell.wait(STALLED_S)
+
+    def _refuse(self, rejected: Sequence[Rejected]) -> None:
+        if rejected:
+            self._link.send(rejected, self._intake.connection)
 
     # --- orders ----------------------------------------------------------------------------------------------------------------
 
