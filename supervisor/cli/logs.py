@@ -6,9 +6,10 @@ import contextlib
 import heapq
 import os
 import re
+import sys
 import time
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 import click
 
@@ -191,7 +192,7 @@ def _stamp(line: bytes) -> bytes:
 
 
 def _write(lines: list[bytes]) -> None:
-    stream: BinaryIO = click.get_binary_stream("stdout")
+    stream = sys.stdout.buffer
     for line in lines:
         stream.write(line)
     stream.flush()
