@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shadowsup.memkeeper.channel import OwnedFd
 from shadowsup.supervisor import identity as ids
@@ -80,7 +81,8 @@ class NurseryClient:
         if self._peer is None:
             raise SupervisorError(f"there is no nursery to fork {spec.engine}")
         number = next(self._numbers)
-        answer = self._forks[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
+        self._forks[number] = answer
         fds = [OwnedFd(os.dup(fd)) for fd in (lifeline, stdout, stderr)]
         self._peer.send(wire.encode(wire.Fork(number=number, spec=spec, env=dict(env))), fds)
         taken = False
@@ -144,7 +146,10 @@ class NurseryClient:
             self._peer.close()
             self._peer = None
         error = SupervisorError(f"the nursery at {self._path} is gone: {reason}")
-        for future in [*self._forks.values(), *([self._greeting] if self._greeting is not None else [])]:
+        waiting: list[asyncio.Future[Any]] = [*self._forks.values()]
+        if self._greeting is not None:
+            waiting.append(self._greeting)
+        for future in waiting:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # whoever waits gets it; whoever stopped waiting is not missed

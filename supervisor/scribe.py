@@ -127,6 +127,8 @@ class Scribe:
     # --- pipes ----------------------------------------------------------------------------------------------------------------
 
     def _readable(self, stream: _Stream) -> None:
+        if stream.ended or stream in self._paused:  # by an event of the same turn
+            return
         if not self._writer.room(stream.path) and not self._writer.stalled(stream.path):
             # The disk is behind, but moving: let the pipe fill for a moment rather than lose lines.
             self._selector.unregister(stream.fd)
@@ -199,6 +201,8 @@ class Scribe:
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._serve(channel))
 
     def _serve(self, channel: Channel) -> None:
+        if channel not in self._channels:  # disconnected by an event of the same turn
+            return
         try:
             channel.flush()
             self._listen_for(channel)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shadowsup.memkeeper.channel import OwnedFd
 from shadowsup.supervisor import scribe_protocol as wire
@@ -145,7 +146,8 @@ class ScribeClient:
         while True:
             await self._connected.wait()
             number = next(self._numbers)
-            match = self._matches[number] = asyncio.get_running_loop().create_future()
+            match: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+            self._matches[number] = match
             try:
                 await self._ask(wire.Watch(number=number, stream=stream, pattern=pattern))
                 line = await match
@@ -201,7 +203,8 @@ class ScribeClient:
     async def _ask(self, request: wire.ToScribe, timeout_s: float = ANSWER_TIMEOUT_S) -> wire.FromScribe:
         if self._peer is None:
             raise _Lost("not connected")
-        answer = self._answers[request.number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[wire.FromScribe] = asyncio.get_running_loop().create_future()
+        self._answers[request.number] = answer
         self._peer.send(wire.encode(request))
         try:
             async with asyncio.timeout(timeout_s):
@@ -284,7 +287,8 @@ class ScribeClient:
             self._peer.close()
             self._peer = None
         self._taken_over.clear()
-        for future in [*self._answers.values(), *self._matches.values()]:
+        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._matches.values()]
+        for future in waiting:
             if not future.done():
                 future.set_exception(_Lost(reason))
                 future.exception()  # whoever waits gets it; whoever stopped waiting is not missed
