@@ -6,14 +6,11 @@ hand things over and ring the step thread, and touch neither the adapter nor the
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
 
@@ -44,6 +41,7 @@ from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import ExitCode, WorkerError
 from shadowsup.workers.heartbeat import Heart, Vitals
 from shadowsup.workers.intake import Intake
+from shadowsup.workers.leaving import Leave, Leaving
 from shadowsup.workers.lifeline import Lifeline
 from shadowsup.workers.link import LinkServer
 from shadowsup.workers.weights import WeightStore
@@ -66,10 +64,6 @@ _CLOSING = ("link", "engine", "arena", "kv", "keeper")
 log = logging.getLogger("shadowsup.engine")
 
 
-class _Leave(BaseException):
-    """The engine was asked to go. No Exception: an adapter that catches those must not swallow it while it loads."""
-
-
 def run(spec: EngineSpec, factory: AdapterFactory | None = None) -> ExitCode:
     """Live the life of the engine ``spec`` and return its exit status; everything that goes wrong is reported and logged, not raised.
 
@@ -88,8 +82,7 @@ class EngineProcess:
         self._device = spec.gpus[spec.rank] if spec.gpus else "host"
         self._bell = Doorbell()
         self._orders: deque[Order] = deque()
-        self._interruptible = False
-        self._main = threading.current_thread() is threading.main_thread()
+        self._leaving = Leaving(self._on_signal)
         self._stage = "load"
         self._lifeline = Lifeline(spec.lifeline_fd)
         self._heart = Heart(
@@ -116,11 +109,11 @@ class EngineProcess:
     # --- the whole life --------------------------------------------------------------------------------------------------------
 
     def run(self) -> ExitCode:
-        with self._signals():
+        with self._leaving.signals():
             try:
                 self._heart.start()
                 self._live()
-            except _Leave:
+            except Leave:
                 return self._end(ExitCode.STOPPED)
             except LedgerLost as error:
                 self._report_failure(error)
@@ -130,7 +123,7 @@ class EngineProcess:
                 return self._end(ExitCode.FATAL if isinstance(error, WorkerError) and error.fatal else ExitCode.FAILED)
 
     def _live(self) -> NoReturn:
-        with self._interruptions():
+        with self._leaving.interruptible():
             priority = process.Priority.from_environment()
             self._load()
             self._warm()
@@ -173,6 +166,7 @@ class EngineProcess:
         self._open["arena"] = self._arena.close
         self._arena.map_scratch()
         self._engine.warm(self._arena)
+        kept_kv.rehearse()
         # What is loaded stays: the collector need not walk it again and again while streams run.
         gc.collect()
         gc.freeze()
@@ -231,9 +225,12 @@ class EngineProcess:
     def _on_order(self, order: Order) -> None:
         """Beat thread: hand ``order`` over."""
         self._orders.append(order)
-        if isinstance(order, Stop | Release) and self._interruptible and self._main:
-            # The step thread may be minutes deep in a load: a signal gets it out of system calls and between two bytecodes.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if isinstance(order, Stop | Release):
+            self._leaving.ask()
+        self._bell.ring()
+
+    def _on_signal(self) -> None:
+        self._orders.append(Stop())
         self._bell.ring()
 
     def _obey(self, priority: process.Priority) -> None:
@@ -246,7 +243,7 @@ class EngineProcess:
             elif isinstance(order, Drain):
                 self._drain()
             elif isinstance(order, Release | Stop):
-                raise _Leave
+                raise Leave
             else:
                 log.warning("order %s is not for an engine, ignored", type(order).__name__)
 
@@ -371,36 +368,3 @@ class EngineProcess:
         self._heart.stop()
         self._bell.close()
         return code
-
-    # --- signals ---------------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are the order `Stop`."""
-        if not self._main:
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        if self._interruptible:
-            self._interruptible = False
-            raise _Leave
-        self._orders.append(Stop())
-        self._bell.ring()
-
-    @contextlib.contextmanager
-    def _interruptions(self) -> Iterator[None]:
-        """While this lasts, being asked to stop ends the step thread where it is."""
-        self._interruptible = True
-        try:
-            if any(isinstance(order, Stop | Release) for order in self._orders):  # came before it could interrupt
-                raise _Leave
-            yield
-        finally:
-            self._interruptible = False
