@@ -171,10 +171,11 @@ class LedgerMap:
         return Header(epoch, owner, bank, self.blocks, self.block_tokens, self.fingerprint, self.salt)
 
     def close(self) -> None:
-        """Unmap. Idempotent; the arrays handed out by `columns` must be gone."""
-        if not self._map.closed:
+        """Unmap, or leave that to the last array that `columns` handed out and that is still in use. Idempotent."""
+        if hasattr(self, "word_cell"):
             del self.word_cell, self._banks
-            self._map.close()
+            with contextlib.suppress(BufferError):
+                self._map.close()
 
 
 @contextlib.contextmanager
