@@ -75,7 +75,11 @@ class CommandPolicy:
                 self._forgive()
                 self.desired = Desired.RUN
                 self._restart = bool(self.engines)
-            case m.StopWorker() | m.DrainWorker():
+            case m.StopWorker(hurry=hurry):
+                self.desired = Desired.STOP
+                if hurry:
+                    ladder.skip(self.engines.values(), self.settings, now_s)
+            case m.DrainWorker():
                 self.desired = Desired.STOP
             case m.Spawned():
                 if event.engine in self.engines:

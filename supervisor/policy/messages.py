@@ -92,7 +92,9 @@ class RunWorker:
 
 @dataclass(frozen=True)
 class StopWorker:
-    pass
+    """Desired: nothing runs. ``hurry``: SIGKILL now, whatever is in flight."""
+
+    hurry: bool = False
 
 
 @dataclass(frozen=True)

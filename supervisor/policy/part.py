@@ -10,7 +10,7 @@ from shadowsup.supervisor.policy.restart import RestartBook
 
 class PartState(str, enum.Enum):
     STARTING = "starting"
-    READY = "ready"
+    RUNNING = "running"
     BACKOFF = "backoff"
     STOPPING = "stopping"
     STOPPED = "stopped"
@@ -64,12 +64,12 @@ class PartPolicy:
 
     def ready(self, now_s: float) -> list[Do]:
         if self._process and self.state is PartState.STARTING:
-            self.state, self._since_s, self.reason = PartState.READY, now_s, ""
+            self.state, self._since_s, self.reason = PartState.RUNNING, now_s, ""
         return self._reconcile(now_s)
 
     def ended(self, now_s: float, why: str) -> list[Do]:
         """The process is gone, or never came up; ``why`` is for people."""
-        if self.state is PartState.READY and now_s - self._since_s >= self.settings.healthy_after_s:
+        if self.state is PartState.RUNNING and now_s - self._since_s >= self.settings.healthy_after_s:
             self._book.reset()
         self._process = False
         self.reason = why

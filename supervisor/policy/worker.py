@@ -87,8 +87,10 @@ class WorkerPolicy(Upkeep):
             case m.RunWorker():
                 self._forgive()
                 self.desired = Desired.RUN
-            case m.StopWorker():
+            case m.StopWorker(hurry=hurry):
                 self.desired = Desired.STOP
+                if hurry:
+                    ladder.skip(self.engines.values(), self.settings, now_s)
             case m.DrainWorker():
                 self.desired = Desired.DRAIN
             case m.RestartWorker():

@@ -1,0 +1,246 @@
+"""One engine's processes: spawned cold or forked by a nursery, watched, killed as a tree, and cleaned up after.
+
+It knows nothing of workers and epochs: it reports what happens as policy events and does what it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shadowsup.errors import ShadowsupError
+from shadowsup.supervisor.nursery_client import NurseryClient
+from shadowsup.supervisor.paths import NodePaths, write_private
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import How
+from shadowsup.supervisor.process import Child, Lifeline, SpawnPlan
+from shadowsup.supervisor.registry import Entry, Registry
+from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.tree import TAG_NAME, Tree, tag, unlink_shm
+from shadowsup.wire.engine import EngineSpec
+
+REFILL_NICE = 10
+"""A shadow that loads in the background leaves the processors to the streams."""
+STATUS_WAIT_S = 0.1
+"""How long the end of a forked engine waits for its exit status from the nursery, after everything is gone."""
+TAIL_LINES = 20
+TAIL_WAIT_S = 1.0
+RETRY_KILL_S = 1.0
+
+log = logging.getLogger("shadowsup.engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What an engine process needs of its node. ``instance``: unique for each start of the node, see `tree.tag`."""
+
+    node: str
+    instance: str
+    paths: NodePaths
+    scribe: ScribeClient
+    registry: Registry
+    spawn_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one engine is started. ``spec``: for engines with kept memory; ``argv`` for others and for cold spawns."""
+
+    worker: str
+    env: Mapping[str, str]
+    argv: Sequence[str] = ()
+    spec: EngineSpec | None = None
+    python: str = sys.executable
+    cwd: Path | None = None
+    log_max_size: int = 64 << 20
+    log_keep: int = 5
+    extra_files: tuple[Path, ...] = field(default=())
+    """Removed with the engine."""
+
+
+class EngineProcess:
+    """One engine. ``tell`` takes its events: `Spawned` or `SpawnFailed`, then `Died`, `Frozen` and exactly one `Gone`."""
+
+    def __init__(self, host: Host, engine: str, launch: Launch, tell: Callable[[m.WorkerEvent], None]) -> None:
+        self.id = engine
+        self.wants_tail = True
+        """Whether its last lines are worth waiting for when it ends."""
+        self._host = host
+        self._launch = launch
+        self._tell = tell
+        self._tag = tag(host.node, engine, host.instance)
+        self._child: Child | None = None
+        self._tree: Tree | None = None
+        self._frozen = False
+        self._nice = False
+        self._ending: asyncio.Task[None] | None = None
+        self._status = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return self._child.pid if self._child is not None else None
+
+    # --- start ------------------------------------------------------------------------------------------------------------------
+
+    async def start(self, how: How, nursery: NurseryClient | None, *, refill: bool) -> None:
+        """Start the process; the outcome is told as `Spawned` or `SpawnFailed`."""
+        try:
+            child = await self._start(how, nursery)
+        except ShadowsupError as error:
+            self._tell(m.SpawnFailed(self.id, how, error.message, error.hint))
+            return
+        except OSError as error:
+            self._tell(m.SpawnFailed(self.id, how, error.strerror or str(error), "see `shadowsup doctor`"))
+            return
+        self._child = child
+        self._tree = Tree(tag=self._tag, leader=child.identity, pgid=child.pid)
+        self._host.registry.record(Entry(identity=child.identity, what="engine", engine=self.id, tag=self._tag, pgid=child.pid))
+        self._nice = refill and child.renice(REFILL_NICE)
+        self._tell(m.Spawned(self.id, child.pid))
+        # Callbacks last: what they tell must come after `Spawned`. Nothing can have been missed, they run on the loop's next turn.
+        child.on_lifeline_eof = self._eof
+        child.on_exit = self._exited
+        child.on_status = lambda _: self._status.set()
+
+    async def _start(self, how: How, nursery: NurseryClient | None) -> Child:
+        launch, host = self._launch, self._host
+        output = await host.scribe.open(
+            self.id, source=self.id, path=host.paths.log(launch.worker), max_size=launch.log_max_size, keep=launch.log_keep
+        )
+        try:
+            env = {**launch.env, TAG_NAME: self._tag}
+            lifeline = Lifeline() if launch.spec is not None else None
+            if how is How.NURSERY and launch.spec is not None and lifeline is not None:
+                return await self._fork(launch.spec, env, output, lifeline, nursery)
+            argv = list(launch.argv)
+            if launch.spec is not None and lifeline is not None:
+                path = host.paths.spec(self.id)
+                spec = msgspec.structs.replace(launch.spec, lifeline_fd=lifeline.theirs)
+                write_private(path, msgspec.json.format(msgspec.json.encode(spec)))
+                argv = [launch.python, "-m", "shadowsup.workers.main", str(path)]
+            plan = SpawnPlan(what=f"engine {self.id}", argv=argv, env=env, cwd=launch.cwd, stdout=output, stderr=output)
+            return Child.spawn(plan, lifeline)
+        finally:
+            os.close(output)
+
+    async def _fork(
+        self, spec: EngineSpec, env: Mapping[str, str], output: int, lifeline: Lifeline, nursery: NurseryClient | None
+    ) -> Child:
+        try:
+            if nursery is None:
+                raise ShadowsupError("there is no nursery")
+            forked = await nursery.fork(spec, env=env, stdout=output, stderr=output, lifeline=lifeline.theirs)
+        except BaseException:
+            lifeline.close()
+            raise
+        return Child.adopt(forked.identity, what=f"engine {self.id}", pidfd=forked.pidfd, lifeline=lifeline)
+
+    # --- orders -----------------------------------------------------------------------------------------------------------------
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the leader."""
+        if self._child is not None:
+            self._child.signal(number)
+
+    def hurry(self) -> None:
+        """Give it back its normal priority: somebody waits for it now."""
+        if self._nice and self._child is not None:
+            self._nice = False
+            self._child.renice(0)
+
+    def told_status(self, returncode: int) -> None:
+        """The nursery has reaped it."""
+        if self._child is not None:
+            self._child.exited(returncode)
+
+    def kill_tree(self) -> None:
+        """SIGKILL to everything of it, until nothing is left. The first blow falls before this returns."""
+        if self._child is None:
+            return
+        self._child.signal_group(signal.SIGKILL)
+        if self._ending is None:
+            self._ending = self._host.spawn_task(self._end(self._child))
+
+    async def gone(self) -> None:
+        """Wait for the end of its leader."""
+        if self._child is not None:
+            await self._child.wait()
+
+    async def observe(self) -> None:
+        """Look at its tree once, so that what it detaches later stays known."""
+        if self._tree is not None and self._ending is None:
+            await asyncio.to_thread(self._tree.observe)
+
+    def discard(self) -> None:
+        """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
+        paths = self._host.paths
+        for path in (paths.spec(self.id), paths.link(self.id), *self._launch.extra_files):
+            path.unlink(missing_ok=True)
+        if self._child is not None:
+            self._host.registry.forget(self._child.identity)
+            self._child.close()
+
+    # --- the end ----------------------------------------------------------------------------------------------------------------
+
+    def _eof(self) -> None:
+        if self._frozen:
+            return
+        self._frozen = True
+        self._tell(m.Died(self.id, frozen=True))
+
+    def _exited(self, returncode: int | None) -> None:
+        # Without a lifeline (command engines) the exit is all there is; with one, EOF of the last holder says that nobody writes.
+        frozen = self._frozen or self._launch.spec is None
+        self._tell(m.Died(self.id, returncode, frozen=frozen))
+
+    async def _end(self, child: Child) -> None:
+        tree = self._tree
+        assert tree is not None
+        while True:
+            killed = await asyncio.to_thread(tree.kill)
+            try:
+                left = await killed.gone()
+            finally:
+                shm = killed.shm
+                killed.close()
+            if not left and killed.complete and not child.alive:
+                break
+            if left:
+                log.warning("%s: still there after SIGKILL: %s", self.id, ", ".join(map(str, left)))
+            child.signal_group(signal.SIGKILL)
+            try:
+                async with asyncio.timeout(RETRY_KILL_S):
+                    await child.wait()
+            except TimeoutError:
+                continue
+        self._frozen = True
+        output = await self._last_words(child)
+        self._tell(m.Gone(self.id, child.returncode, output))
+        # After the fence only, and not on its way: files in /dev/shm that no living process uses.
+        removed = await asyncio.to_thread(unlink_shm, shm)
+        if removed:
+            log.info("%s: removed %s", self.id, ", ".join(map(str, removed)))
+
+    async def _last_words(self, child: Child) -> tuple[str, ...]:
+        if child.returncode is None:
+            try:
+                async with asyncio.timeout(STATUS_WAIT_S):
+                    await self._status.wait()
+            except TimeoutError:
+                pass
+        if not self.wants_tail:
+            return ()
+        try:
+            async with asyncio.timeout(TAIL_WAIT_S):
+                return tuple(await self._host.scribe.tail(self.id, TAIL_LINES))
+        except (TimeoutError, ShadowsupError):
+            return ()

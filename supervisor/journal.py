@@ -1,0 +1,115 @@
+"""What happened: numbered events in a ring, on the PUB socket and as JSON lines on disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shadowsup.supervisor.protocol import Event
+
+KEEP_EVENTS = 10_000
+"""Events in memory; older ones are in the file."""
+MAX_FILE = 16 * 2**20
+"""Bytes of ``events.jsonl`` before it becomes ``events.jsonl.1`` (one is kept)."""
+
+log = logging.getLogger("shadowsup.journal")
+
+
+class LineFile:
+    """JSON lines, appended, rotated once. A disk that cannot be written costs the lines and nothing else: ``lost`` counts them."""
+
+    def __init__(self, path: Path, max_size: int = MAX_FILE) -> None:
+        self.path = path
+        self.lost = 0
+        self._max = max_size
+        self._fd = -1
+
+    def append(self, line: bytes) -> None:
+        """Write one line. Never raises: what happens matters more than its record."""
+        try:
+            if self._fd < 0:
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if os.fstat(self._fd).st_size + len(line) > self._max:
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+                self.close()
+                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            os.write(self._fd, line + b"\n")
+        except OSError as error:
+            self.lost += 1
+            if self.lost == 1:
+                log.warning("cannot write %s: %s", self.path, error.strerror)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Journal:
+    """The node's event stream. ``publish`` is given the number and the JSON of each event."""
+
+    def __init__(self, path: Path | None, publish: Callable[[bytes], None] = lambda _: None) -> None:
+        self.publish = publish
+        self._file = LineFile(path) if path is not None else None
+        self._ring: deque[Event] = deque(maxlen=KEEP_EVENTS)
+        self._n = 0
+
+    @property
+    def last(self) -> int:
+        """Number of the newest event, 0 before the first."""
+        return self._n
+
+    @property
+    def lost(self) -> int:
+        """Events that could not be written to disk."""
+        return self._file.lost if self._file is not None else 0
+
+    def add(
+        self,
+        event: str,
+        message: str = "",
+        *,
+        level: str = "info",
+        worker: str | None = None,
+        engine: str | None = None,
+        pid: int | None = None,
+        epoch: int | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> Event:
+        """Record something that happened now."""
+        self._n += 1
+        made = Event(
+            n=self._n,
+            ts=round(time.time(), 6),
+            mono_s=round(time.monotonic(), 6),
+            level=level,
+            event=event,
+            worker=worker,
+            engine=engine,
+            pid=pid,
+            epoch=epoch,
+            message=message,
+            data=data or {},
+        )
+        self._ring.append(made)
+        encoded = msgspec.json.encode(made)
+        if self._file is not None:
+            self._file.append(encoded)
+        self.publish(encoded)
+        return made
+
+    def since(self, n: int | None, *, worker: str | None = None, limit: int = KEEP_EVENTS) -> list[Event]:
+        """Return the events from number ``n`` on that are still in memory (None: all), the newest ``limit`` of them."""
+        found = [e for e in self._ring if (n is None or e.n >= n) and (worker is None or e.worker == worker)]
+        return found[-limit:]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,409 @@
+"""A node: everything that `shadowsup start` runs, brought up in order, kept up, and taken down in order.
+
+The shell around the policies. Who decides what: `policy`; one worker: `node_worker`; scribe, keeper, nurseries, gateway: `node_parts`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+import zmq
+
+from shadowsup.errors import ShadowsupError
+from shadowsup.memkeeper.errors import KeeperError
+from shadowsup.supervisor import node_setup, verbs
+from shadowsup.supervisor.beats import GATEWAY, BeatRouter
+from shadowsup.supervisor.config import LoadedConfig, NodeConfig
+from shadowsup.supervisor.control import ControlServer
+from shadowsup.supervisor.engine_process import Host
+from shadowsup.supervisor.errors import ExitCode, SupervisorError
+from shadowsup.supervisor.journal import Journal
+from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
+from shadowsup.supervisor.node_worker import WorkerOwner
+from shadowsup.supervisor.part_process import PartHost
+from shadowsup.supervisor.paths import NodePaths, write_private
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import NurseryState, WorkerState
+from shadowsup.supervisor.protocol import SCHEMA
+from shadowsup.supervisor.recovery import RecoveryBook
+from shadowsup.supervisor.registry import Registry
+from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.subreaper import Reaper
+from shadowsup.wire.engine import GatewayBeat, Report, Route, Routes, WorkerRoute
+from shadowsup.wire.gateway import GatewaySpec
+
+PART_START_S = 30.0
+OBSERVE_S = 5.0
+"""One engine's tree is looked at this often, in turn."""
+
+log = logging.getLogger("shadowsup.node")
+
+
+class NodeState(str, enum.Enum):
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+
+
+class Node:
+    """One node. Make it on its loop; `serve` runs it to its end.
+
+    Args:
+        config: checked.
+        paths: its directories; the runtime directory exists and is locked.
+        reporter: told of each step, for people.
+        sockets: the gateway's listening sockets; owned from now on.
+        adapters: engine name of the config → adapter that is run instead (tests).
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        paths: NodePaths,
+        *,
+        reporter: Callable[[str], None],
+        sockets: list[socket.socket],
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
+        self.config = config
+        self.paths = paths
+        self.state = NodeState.STARTING
+        self.began_s = time.monotonic()
+        self.workers: dict[str, WorkerOwner] = {}
+        self.nurseries: list[NurseryPart] = []
+        self.scribe: ScribePart | None = None
+        self.keeper: KeeperPart | None = None
+        self.gateway: GatewayPart | None = None
+        self.gpus: list[dict[str, Any]] = []
+        self.listen = port_of(sockets)
+        self._sockets = sockets
+        self._report = reporter
+        self._adapters = dict(adapters or {})
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._route_version = 0
+        self._routes_due = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.journal = Journal(paths.state / "events.jsonl")
+        self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl")
+        self.registry = Registry(paths.processes)
+        self.beats = BeatRouter(self._context, paths.beats, self._heard)
+        self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self))
+        self.journal.publish = self._published
+        client = ScribeClient(paths.scribe)
+        self.part_host = PartHost(paths=paths, journal=self.journal, registry=self.registry, scribe=client, run_task=self.run_task)
+        self.host = Host(
+            node=config.node.name,
+            instance=secrets.token_hex(4),
+            paths=paths,
+            scribe=client,
+            registry=self.registry,
+            spawn_task=self.run_task,
+        )
+        self._reaper = Reaper()
+
+    # --- life -------------------------------------------------------------------------------------------------------------------
+
+    async def serve(self) -> int:
+        """Bring everything up, serve until told to stop, take everything down. Returns the exit code.
+
+        Raises:
+            ShadowsupError: it could not be brought up; what was up is down again.
+        """
+        self._reaper.start()
+        self._write_record()
+        try:
+            starting = asyncio.create_task(self._start())
+            stopping = asyncio.create_task(self._stop.wait())
+            try:
+                await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    await starting
+                    await stopping
+            finally:
+                for task in (starting, stopping):
+                    task.cancel()
+                await asyncio.gather(starting, stopping, return_exceptions=True)
+        finally:
+            await self._take_down()
+        return ExitCode.DONE
+
+    def request_stop(self, why: str) -> None:
+        """Stop the node; a second request hurries."""
+        if self._stop.is_set():
+            self._hurry.set()
+            for owner in self.workers.values():
+                owner.put(m.StopWorker(hurry=True))
+            return
+        self.journal.add("node.stopping", f"node {self.config.node.name} is stopping: {why}")
+        self._report(f"stopping ({why})")
+        self._stop.set()
+
+    def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something in the background; what it raises is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a task failed", exc_info=error)
+
+    async def _start(self) -> None:
+        config = self.config
+        plans = await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self._report)
+        self.gpus = plans.gpus
+        self._report(f"listening on {self.listen}")
+        self.scribe = ScribePart(self.part_host)
+        self.scribe.start()
+        await self.scribe.started(PART_START_S)
+        spec = GatewaySpec(
+            node=config.node.name,
+            runtime_dir=str(self.paths.runtime),
+            listen_fds=(),
+            beat_endpoint=self.beats.endpoint,
+            api_key_file=str(config.gateway.api_key_file) if config.gateway.api_key_file else None,
+            max_inflight=config.gateway.max_inflight,
+        )
+        self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
+        self.gateway.start()
+        if plans.backend is not None:
+            self.keeper = KeeperPart(self.part_host, plans.backend, lambda: None)
+            self.keeper.start()
+        for number, nursery in enumerate(plans.nurseries):
+            fork_server = NurseryPart(
+                self.part_host,
+                number,
+                engine=nursery.engine,
+                preload=nursery.preload,
+                python=nursery.python,
+                env=nursery.env,
+                on_state=self._nursery_changed,
+                on_exited=self._engine_reaped,
+            )
+            self.nurseries.append(fork_server)
+            fork_server.start()
+        if self.keeper is not None:
+            await self._part_started(self.keeper)
+            self._report(f"memkeeper is running ({self.keeper.vault.backend if self.keeper.vault else '?'} memory)")
+        for plan in plans.workers:
+            part = self.nurseries[plan.nursery] if plan.nursery is not None else None
+            owner = WorkerOwner(plan.name, self, plan.policy(_nursery_state(part)), plan.recipe, part)
+            self.workers[plan.name] = owner
+            owner.put(m.RunWorker())
+            self.run_task(self._tell_when_up(owner))
+        await self._part_started(self.gateway)
+        self.state = NodeState.RUNNING
+        self.journal.add("node.running", f"node {config.node.name} is running, gateway on {self.listen}")
+        self._report(f"gateway is running on {self.listen}")
+        self.run_task(self._observe())
+
+    async def _part_started(self, part: KeeperPart | GatewayPart) -> None:
+        try:
+            await part.started(PART_START_S)
+        except SupervisorError as error:
+            words = [error.message, await self._last_words(part.name)]
+            raise SupervisorError("\n".join(filter(None, words)), f"its output is in {self.paths.log(part.name)}") from None
+
+    async def _last_words(self, stream: str) -> str:
+        try:
+            async with asyncio.timeout(1.0):
+                return "\n".join(await self.host.scribe.tail(stream, 10))
+        except (TimeoutError, ShadowsupError):
+            return ""
+
+    async def _tell_when_up(self, owner: WorkerOwner) -> None:
+        """Say when a worker first serves, and when it first is as healthy as it gets."""
+        policy = owner.policy
+        ends = (WorkerState.DOWN, WorkerState.STOPPED, WorkerState.STOPPING)
+        serves = (WorkerState.HEALTHY, WorkerState.DEGRADED)
+        await owner.until(lambda: policy.state in (*serves, *ends))
+        if policy.state in serves:
+            served = owner.recipe.config.public_name
+            self._report(f"worker {owner.name} serves {served} on {self.listen}")
+            await owner.until(lambda: policy.state in (WorkerState.HEALTHY, *ends))
+        if policy.state is WorkerState.HEALTHY:
+            parked = f": {policy.settings.shadows} parked" if policy.settings.shadows else ""
+            self._report(f"worker {owner.name} is healthy{parked}")
+        elif policy.state is WorkerState.DOWN:
+            self._report(f"worker {owner.name} is down: {policy.reason}")
+
+    # --- the end ----------------------------------------------------------------------------------------------------------------
+
+    async def _take_down(self) -> None:
+        """In order: no new request, then who uses the memory, then who keeps it, then who writes the logs."""
+        self.state = NodeState.STOPPING
+        grace_s = max((worker.stop.timeout for worker in self.config.workers), default=10.0)
+        if self.gateway is not None:
+            await self.gateway.drain(grace_s, self._hurry)
+            self._report("gateway has stopped")
+            self.gateway.close_sockets()
+        else:
+            for sock in self._sockets:
+                sock.close()
+        for owner in self.workers.values():
+            owner.put(m.StopWorker(hurry=self._hurry.is_set()))
+        for owner in self.workers.values():
+            await owner.until(lambda owner=owner: owner.policy.settled)  # type: ignore[misc]
+            self._report(f"worker {owner.name} has stopped")
+        for nursery in self.nurseries:
+            await nursery.stop()
+        if self.keeper is not None:
+            await self.keeper.stop()
+            await self.keeper.close_vault()
+            self._report("memkeeper has stopped")
+        if self.scribe is not None:
+            self.scribe.retire()
+            await self.host.scribe.close(stop=True)
+            await self.scribe.stop()
+        self.journal.add("node.stopped", f"node {self.config.node.name} has stopped")
+        await self._close()
+
+    async def _close(self) -> None:
+        for owner in self.workers.values():
+            owner.close()
+        for part in (self.scribe, self.keeper, self.gateway, *self.nurseries):
+            if part is not None:
+                part.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reaper.close()
+        self.beats.close()
+        await self._control.close()
+        self._context.term()
+        self.recoveries.close()
+        self.journal.close()
+
+    # --- what others tell -------------------------------------------------------------------------------------------------------
+
+    def _heard(self, peer: str, report: Report) -> None:
+        if isinstance(report, GatewayBeat):
+            if self.gateway is not None and self.gateway.take_beat(report):
+                self._send_routes()
+            return
+        owner = self.workers.get(peer.rpartition(".")[0])
+        if owner is not None:
+            owner.report(report)
+
+    def _nursery_changed(self, part: NurseryPart, state: NurseryState) -> None:
+        for owner in self.workers.values():
+            if owner.nursery is part:
+                owner.put(m.NurseryChanged(state))
+
+    def _engine_reaped(self, engine: str, status_code: int) -> None:
+        owner = self.workers.get(engine.rpartition(".")[0])
+        process = owner.engines.get(engine) if owner is not None else None
+        if process is not None:
+            process.told_status(status_code)
+
+    def _published(self, event: bytes) -> None:
+        self._control.publish(event)
+
+    # --- what workers ask for ---------------------------------------------------------------------------------------------------
+
+    def free_memory(self, worker: str) -> None:
+        self.run_task(self._free(worker))
+
+    async def _free(self, worker: str) -> None:
+        if self.keeper is None or not self.keeper.policy.wanted:
+            return
+        try:
+            await self.keeper.free(worker)
+        except (KeeperError, TimeoutError) as error:
+            self.journal.add("keeper.free_failed", f"memory of {worker} was not freed: {error}", level="warning", worker=worker)
+
+    def routes_changed(self) -> None:
+        """Tell the gateway, once for all that changes in this turn of the loop."""
+        if not self._routes_due:
+            self._routes_due = True
+            asyncio.get_running_loop().call_soon(self._send_routes)
+
+    def _send_routes(self) -> None:
+        self._routes_due = False
+        self._route_version += 1
+        if self.gateway is not None and self.gateway.beat is not None:
+            self.beats.send(GATEWAY, self.routes())
+
+    def routes(self) -> Routes:
+        """Return the gateway's whole table."""
+        return Routes(version=self._route_version, workers=tuple(self._route(owner) for owner in self.workers.values()))
+
+    def _route(self, owner: WorkerOwner) -> WorkerRoute:
+        policy, config = owner.policy, owner.recipe.config
+        kept = config.engine.keeps_memory
+        return WorkerRoute(
+            worker=owner.name,
+            served_name=config.public_name,
+            kind="link" if kept else "http",
+            state=policy.state.value,
+            epoch=policy.epoch,
+            engines=tuple(Route(engine=e.id, socket=str(self.paths.link(e.id))) for e in policy.routable()),
+            upstream=getattr(policy, "upstream", ""),
+            give_up_after_s=policy.give_up_after_s,
+            reason=policy.reason,
+        )
+
+    async def _observe(self) -> None:
+        """Look at one engine's tree in turn, so that what it detaches stays known (P04)."""
+        while True:
+            for engine in [e for owner in self.workers.values() for e in owner.engines.values()]:
+                await engine.observe()
+                await asyncio.sleep(OBSERVE_S)
+            await asyncio.sleep(OBSERVE_S)
+
+    def _write_record(self) -> None:
+        record = {
+            "schema": SCHEMA,
+            "name": self.config.node.name,
+            "pid": os.getpid(),
+            "state_dir": str(self.paths.state),
+            "logs_dir": str(self.paths.logs),
+            "listen": self.listen,
+        }
+        write_private(self.paths.record, msgspec.json.format(msgspec.json.encode(record)))
+
+
+def _nursery_state(part: NurseryPart | None) -> NurseryState:
+    if part is None:
+        return NurseryState.NONE
+    return NurseryState.READY if part.client is not None else NurseryState.STARTING
+
+
+def run(loaded: LoadedConfig, runtime_dir: Any, *, reporter: Callable[[str], None], adapters: Mapping[str, str] | None = None) -> int:
+    """Run the node that ``loaded`` describes in the foreground until it is stopped; return the exit code.
+
+    Raises:
+        SupervisorError: it is supervised already, parts of it are alive, or it could not be brought up.
+    """
+    with node_setup.claimed(runtime_dir, loaded.config) as paths:
+        node_setup.prepare_process()
+        sockets = node_setup.listen(loaded.config)
+        return asyncio.run(_run(loaded.config, paths, sockets, reporter, adapters))
+
+
+async def _run(
+    config: NodeConfig,
+    paths: NodePaths,
+    sockets: list[socket.socket],
+    reporter: Callable[[str], None],
+    adapters: Mapping[str, str] | None,
+) -> int:
+    node = Node(config, paths, reporter=reporter, sockets=sockets, adapters=adapters)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)
+    return await node.serve()

@@ -1,0 +1,237 @@
+"""The parts of a node besides its engines: scribe, keeper with the vault, nurseries, gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from shadowsup.memkeeper.errors import KeeperError
+from shadowsup.memkeeper.protocol import SegmentInfo
+from shadowsup.memkeeper.vault import Vault
+from shadowsup.supervisor.beats import GATEWAY, BeatRouter
+from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.nursery_client import NurseryClient
+from shadowsup.supervisor.part_process import Part, PartHost
+from shadowsup.supervisor.paths import write_private
+from shadowsup.supervisor.policy.model import NurseryState
+from shadowsup.supervisor.policy.part import PartSettings, PartState
+from shadowsup.wire.engine import DrainGateway, GatewayBeat
+from shadowsup.wire.gateway import GatewaySpec
+
+NURSERY_READY_S = 180.0
+"""Importing torch and transformers from a cold disk."""
+
+
+class ScribePart(Part):
+    """Writes what the others print. Its own output goes to a file of its own: it cannot read itself."""
+
+    what = "scribe"
+
+    def __init__(self, host: PartHost) -> None:
+        super().__init__(host, PartSettings(name="scribe"))
+
+    def argv(self, ready_fd: int) -> Sequence[str]:
+        socket_path = str(self.host.paths.scribe)
+        return [sys.executable, "-m", "shadowsup.supervisor.scribe", "--socket", socket_path, "--ready-fd", str(ready_fd)]
+
+    async def output(self) -> int:
+        return os.open(self.host.paths.log("scribe"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    async def connect(self) -> None:
+        await self.host.scribe.connect()
+
+
+class KeeperPart(Part):
+    """Keeps the memory. The vault, in this process, keeps it too, and gives it to the keeper's successor."""
+
+    what = "keeper"
+
+    def __init__(self, host: PartHost, backend: str, changed: Callable[[], None]) -> None:
+        super().__init__(host, PartSettings(name="memkeeper"))
+        self.vault: Vault | None = None
+        self._backend = backend
+        self._changed = changed
+
+    def argv(self, ready_fd: int) -> Sequence[str]:
+        command = [sys.executable, "-m", "shadowsup.memkeeper", "--socket", str(self.host.paths.keeper), "--backend", self._backend]
+        # A successor must serve nobody before it has back what its predecessor gave out.
+        restore = ["--restore"] if self.vault is not None else []
+        return [*command, "--ready-fd", str(ready_fd), *restore]
+
+    async def connect(self) -> None:
+        if self.vault is None:
+            self.vault = await Vault.connect(self.host.paths.keeper, on_lost=self._disconnected)
+        else:
+            await self.vault.restore()
+
+    def _disconnected(self, why: str) -> None:
+        """The connection broke. Mostly the keeper is dead and its exit follows; where it is not, it has dropped us: connect again."""
+        self.host.run_task(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        child = self.child
+        if child is None or self.vault is None or not self.policy.wanted:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await child.wait()
+                return
+        if self.child is child and self.vault.lost.is_set():
+            with contextlib.suppress(KeeperError):
+                await self.vault.restore()
+
+    def segments(self) -> list[SegmentInfo]:
+        return self.vault.segments() if self.vault is not None else []
+
+    async def free(self, worker: str) -> None:
+        """Free what is the worker's own. A keeper that is being replaced is waited for."""
+        async with asyncio.timeout(10.0):
+            await self.running.wait()
+        if self.vault is not None:
+            await self.vault.free(worker=worker)
+
+    async def close_vault(self) -> None:
+        if self.vault is not None:
+            await self.vault.close()
+
+    def changed(self) -> None:
+        self._changed()
+
+
+class NurseryPart(Part):
+    """Forks engines of one (interpreter, engine, environment)."""
+
+    what = "nursery"
+
+    def __init__(
+        self,
+        host: PartHost,
+        number: int,
+        *,
+        engine: str,
+        preload: str,
+        python: str,
+        env: dict[str, str],
+        on_state: Callable[[NurseryPart, NurseryState], None],
+        on_exited: Callable[[str, int], None],
+    ) -> None:
+        name = f"nursery-{number}"
+        super().__init__(host, PartSettings(name=name, ready_s=NURSERY_READY_S))
+        self.engine = engine
+        self.client: NurseryClient | None = None
+        self._socket = host.paths.nursery(number)
+        self._preload = preload
+        self._python = python
+        self._env = env
+        self._on_state = on_state
+        self._on_exited = on_exited
+
+    def argv(self, ready_fd: int) -> Sequence[str]:
+        command = [self._python, "-m", "shadowsup.workers.nursery", "--socket", str(self._socket)]
+        return [*command, "--preload", self._preload, "--ready-fd", str(ready_fd)]
+
+    def environment(self) -> dict[str, str]:
+        return dict(self._env)
+
+    async def connect(self) -> None:
+        client = NurseryClient(self._socket)
+        client.on_exited = lambda engine, pid, status: self._on_exited(engine, status)
+        try:
+            await client.connect(10.0)
+        except BaseException:
+            client.close()
+            raise
+        self.client = client
+
+    def lost(self) -> None:
+        if self.client is not None:
+            self.client.close()
+            self.client = None
+        self._socket.unlink(missing_ok=True)
+
+    def changed(self) -> None:
+        states = {PartState.RUNNING: NurseryState.READY, PartState.STARTING: NurseryState.STARTING}
+        self._on_state(self, states.get(self.state, NurseryState.DOWN if self.policy.wanted else NurseryState.NONE))
+
+
+class GatewayPart(Part):
+    """Speaks HTTP. The listening sockets are this process's: a successor takes up the same ones, and the port is never free."""
+
+    what = "gateway"
+
+    def __init__(self, host: PartHost, sockets: Sequence[socket.socket], spec: GatewaySpec, beats: BeatRouter) -> None:
+        super().__init__(host, PartSettings(name="gateway"))
+        self.sockets = list(sockets)
+        self.beat: GatewayBeat | None = None
+        self._spec = msgspec.structs.replace(spec, listen_fds=tuple(sock.fileno() for sock in sockets))
+        self._beats = beats
+        self._heard = asyncio.Event()
+
+    def argv(self, ready_fd: int) -> Sequence[str]:
+        path: Path = self.host.paths.gateway_spec
+        write_private(path, msgspec.json.format(msgspec.json.encode(self._spec)))
+        return [sys.executable, "-m", "shadowsup.supervisor.gateway", str(path)]
+
+    def pass_fds(self) -> tuple[int, ...]:
+        return self._spec.listen_fds
+
+    async def wait_ready(self, ready_fd: int) -> None:
+        """It is ready when it says so in its beats."""
+        await self._heard.wait()
+
+    def take_beat(self, beat: GatewayBeat) -> bool:
+        """Take a beat. Returns whether it is the first of this process, which then wants the routes."""
+        if self.child is None or beat.pid != self.child.pid:
+            return False  # of a predecessor
+        first = self.beat is None or self.beat.pid != beat.pid
+        self.beat = beat
+        self._heard.set()
+        return first
+
+    def lost(self) -> None:
+        self._heard.clear()
+
+    async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
+        """Let requests end within ``grace_s``, or none of it once ``hurry`` is set; then make sure that it is gone."""
+        child = self.child
+        if child is not None and self.running.is_set():
+            self.retire()
+            self._beats.send(GATEWAY, DrainGateway(grace_s=grace_s))
+            gone = asyncio.ensure_future(child.wait())
+            hurried = asyncio.ensure_future(hurry.wait())
+            try:
+                await asyncio.wait({gone, hurried}, timeout=grace_s + 3.0, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (gone, hurried):
+                    task.cancel()
+                await asyncio.gather(gone, hurried, return_exceptions=True)
+        await self.stop(timeout_s=3.0)
+
+    def close_sockets(self) -> None:
+        for sock in self.sockets:
+            if sock.family == socket.AF_UNIX:
+                with contextlib.suppress(OSError):
+                    Path(sock.getsockname()).unlink()
+            sock.close()
+
+
+def port_of(sockets: Sequence[socket.socket]) -> str:
+    """Return where the gateway listens, for people: ``127.0.0.1:8000``, several joined by commas, ``unix:/path``."""
+    names = []
+    for sock in sockets:
+        address = sock.getsockname()
+        if sock.family == socket.AF_UNIX:
+            names.append(f"unix:{address}")
+        else:
+            host, port = address[0], address[1]
+            names.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    if not names:
+        raise SupervisorError("the gateway has no address to listen on")
+    return ",".join(names)

@@ -1,0 +1,253 @@
+"""Before anything is started: claim the runtime directory, prepare this process, bind the port, and work out what will run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shadowsup.supervisor import devices, runtime_dir
+from shadowsup.supervisor import sockets as tcp
+from shadowsup.supervisor.config import NodeConfig, WorkerConfig
+from shadowsup.supervisor.config.model import Backend, EngineKind
+from shadowsup.supervisor.errors import AlreadyRunning, ExitCode, SupervisorError
+from shadowsup.supervisor.paths import NodePaths
+from shadowsup.supervisor.policy.command import CommandPolicy
+from shadowsup.supervisor.policy.model import NurseryState
+from shadowsup.supervisor.policy.worker import WorkerPolicy
+from shadowsup.supervisor.recipe import CommandRecipe, KeptRecipe, settings, worker_environment
+from shadowsup.supervisor.registry import Registry
+from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.subreaper import become_subreaper
+
+FETCH_LINES = 20
+
+
+@contextlib.contextmanager
+def claimed(path: Path, config: NodeConfig) -> Iterator[NodePaths]:
+    """Hold the runtime directory for as long as the node runs, and remove it afterwards.
+
+    The lock is on the directory itself: it goes with this process, whatever becomes of it, and with the directory.
+
+    Raises:
+        AlreadyRunning: another supervisor holds it.
+        SupervisorError: processes of a supervisor that died are still alive; nothing was started twice.
+    """
+    path = runtime_dir.create(path, longest_name=max(len(worker.name) for worker in config.workers))
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = runtime_dir.read_record(path).get("pid")
+            by = f" by pid {pid}" if pid else ""
+            raise AlreadyRunning(f"this node is supervised already{by}, in {path}", "shadowsup status shows it; or stop it first") from None
+        if not path.exists() or os.fstat(lock).st_ino != path.stat().st_ino:
+            raise SupervisorError(f"{path} was removed by a node that stopped just now", "start again")
+        refuse_leftovers(path)
+        runtime_dir.clean(path, keep=("lock",))
+        paths = NodePaths(runtime=path, state=config.node.state_dir.expanduser().absolute())
+        try:
+            paths.prepare()
+        except OSError as error:
+            words = f"cannot prepare {error.filename}: {error.strerror}"
+            raise SupervisorError(words, "set node.state_dir to a folder of yours") from error
+        try:
+            yield paths
+        finally:
+            # Whatever could not be ended is still in the record: then the directory stays, for `shadowsup stop`.
+            if not Registry(paths.processes).leftovers():
+                runtime_dir.clean(path)
+    finally:
+        os.close(lock)
+
+
+def refuse_leftovers(path: Path) -> None:
+    """Raises SupervisorError: parts of this node outlived their supervisor."""
+    left = Registry(path / runtime_dir.PROCESSES).leftovers()
+    if left:
+        names = ", ".join(f"{entry.what} {entry.engine}".strip() + f" (pid {entry.identity.pid})" for entry in left)
+        raise SupervisorError(
+            f"parts of this node are alive without a supervisor: {names}",
+            f"they serve on; shadowsup --runtime-dir {path} stop ends them, then start again",
+        )
+
+
+def prepare_process() -> None:
+    """Orphans of our trees become our children; as many open files as allowed."""
+    become_subreaper()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def listen(config: NodeConfig) -> list[socket.socket]:
+    """Bind the gateway's address. Raises SupervisorError: taken (names the holder), not ours."""
+    address = config.gateway.address
+    if not address.is_unix:
+        return tcp.listen(config.gateway.listen)
+    path = Path(address.path)
+    if path.is_socket():
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                path.unlink()
+            else:
+                raise SupervisorError(f"somebody listens on {path} already", "choose another gateway.listen")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(str(path))
+        sock.listen(tcp.BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise SupervisorError(f"cannot listen on {path}: {error.strerror}", "choose another gateway.listen") from error
+    return [sock]
+
+
+# --- what will run --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class NurseryPlan:
+    """One fork server; workers that share interpreter, engine and environment share it."""
+
+    engine: str
+    preload: str
+    python: str
+    env: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerPlan:
+    config: WorkerConfig
+    recipe: KeptRecipe | CommandRecipe
+    gpus: tuple[str, ...] = ()
+    nursery: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    def policy(self, nursery: NurseryState) -> WorkerPolicy | CommandPolicy:
+        wanted = settings(self.config, self.gpus)
+        return WorkerPolicy(wanted, nursery=nursery) if self.config.engine.keeps_memory else CommandPolicy(wanted)
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """``backend``: of the keeper, None when no worker keeps memory."""
+
+    workers: list[WorkerPlan] = field(default_factory=list)
+    nurseries: list[NurseryPlan] = field(default_factory=list)
+    backend: str | None = None
+    gpus: list[dict[str, Any]] = field(default_factory=list)
+
+
+async def plan(
+    config: NodeConfig, paths: NodePaths, scribe: ScribeClient, adapters: Mapping[str, str], report: Callable[[str], None]
+) -> Plan:
+    """Resolve GPUs and models, and say what will run.
+
+    Raises:
+        SupervisorError: a GPU, model, interpreter or env_file cannot be used; ``exit_code`` says whether the config is to blame.
+    """
+    made = Plan()
+    inventory: tuple[devices.Gpu, ...] = ()
+    if any(worker.gpus or worker.spares for worker in config.workers):
+        inventory = await asyncio.to_thread(devices.read_gpus)
+        made.gpus = [gpu_status(gpu) for gpu in inventory]
+    fetched: dict[tuple[str, str | None, str], str | None] = {}
+    for worker in config.workers:
+        gpus = tuple(gpu.uuid for gpu in devices.resolve(worker.gpus, inventory)) if worker.gpus else ()
+        if worker.engine is EngineKind.COMMAND:
+            made.workers.append(WorkerPlan(config=worker, recipe=CommandRecipe(worker, paths, scribe, gpus), gpus=gpus))
+            continue
+        kind = adapters.get(worker.engine.value, worker.engine.value)
+        recipe = KeptRecipe(worker, paths, node=config.node.name, kind=kind, model=worker.model or "", revision=worker.revision, gpus=gpus)
+        if kind == EngineKind.TRANSFORMERS.value:
+            key = (recipe.model, worker.revision, recipe.python)
+            if key not in fetched:
+                fetched[key] = await fetch(recipe.model, worker.revision, recipe.python, recipe.env, report)
+            recipe.revision = fetched[key] or worker.revision
+        nursery = NurseryPlan(engine=worker.engine.value, preload=_preload(kind), python=recipe.python, env=_nursery_env(worker, recipe))
+        if nursery not in made.nurseries:
+            made.nurseries.append(nursery)
+        made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus, nursery=made.nurseries.index(nursery)))
+    kept = [worker for worker in config.workers if worker.engine.keeps_memory]
+    if kept:
+        made.backend = config.memkeeper.backend.value
+        if config.memkeeper.backend is Backend.AUTO:
+            made.backend = (Backend.CUDA if any(worker.gpus for worker in kept) else Backend.HOST).value
+    return made
+
+
+def _preload(kind: str) -> str:
+    """An adapter given as ``module:attribute`` is preloaded as its module."""
+    return kind.partition(":")[0]
+
+
+def _nursery_env(worker: WorkerConfig, recipe: KeptRecipe) -> dict[str, str]:
+    """A nursery sees no GPU: it must not touch one. What its engines may see comes with each fork."""
+    extra = {name: recipe.env[name] for name in ("PYTHONPATH",) if name in recipe.env}
+    return worker_environment(worker, os.environ, (), extra)
+
+
+def gpu_status(gpu: devices.Gpu) -> dict[str, Any]:
+    """Return a GPU as `status` shows it; what only a sensor knows is None."""
+    known = dataclasses.asdict(gpu)
+    return {
+        **{name: known[name] for name in ("uuid", "index", "name")},
+        "memory_used": None,
+        "memory_total": gpu.memory,
+        "util": None,
+        "state": "ok",
+    }
+
+
+async def fetch(model: str, revision: str | None, python: str, env: Mapping[str, str], report: Callable[[str], None]) -> str | None:
+    """Make the model's files be here, once, before any engine starts. Returns the revision to pin, None for local files.
+
+    Raises:
+        SupervisorError: there is no such model (exit code 2), or it cannot be fetched now (exit code 1).
+    """
+    command = [python, "-m", "shadowsup.workers.transformers.fetch", model]
+    if revision is not None:
+        command += ["--revision", revision]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=dict(env), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    said: list[str] = []
+
+    async def read_progress(stream: asyncio.StreamReader) -> None:
+        async for line in stream:
+            text = line.decode(errors="replace").rstrip()
+            said.append(text)
+            del said[:-FETCH_LINES]
+            report(f"model {model}: {text}")
+
+    try:
+        out, _ = await asyncio.gather(process.stdout.read(), read_progress(process.stderr))
+        status = await process.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    if status != 0:
+        code = ExitCode.USAGE if status == ExitCode.USAGE else ExitCode.FAILED
+        words = "\n".join(said[-FETCH_LINES if status not in (1, 2) else -1 :]) or f"exit status {status}"
+        raise SupervisorError(f"model {model} cannot be used: {words}", exit_code=code)
+    found = json.loads(out)["revision"]
+    return str(found) if found is not None else None

@@ -1,0 +1,220 @@
+"""The owner of one worker: takes its events one at a time, asks the policy, carries out what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from shadowsup.supervisor.beats import BeatRouter
+from shadowsup.supervisor.engine_process import EngineProcess, Host
+from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.journal import Journal
+from shadowsup.supervisor.node_parts import NurseryPart
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.command import CommandPolicy
+from shadowsup.supervisor.policy.worker import WorkerPolicy
+from shadowsup.supervisor.recipe import Recipe
+from shadowsup.supervisor.recovery import RecoveryBook
+from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report
+
+log = logging.getLogger("shadowsup.worker")
+
+
+class Surroundings(Protocol):
+    """What a worker's owner uses of its node."""
+
+    host: Host
+    beats: BeatRouter
+    journal: Journal
+    recoveries: RecoveryBook
+
+    def routes_changed(self) -> None: ...
+
+    def free_memory(self, worker: str) -> None: ...
+
+    def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+
+class WorkerOwner:
+    """One task for each worker. `put` may be called from anywhere on the loop, `ask` waits until the wish was taken.
+
+    Args:
+        nursery: forks this worker's engines; None: they are all spawned cold.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        node: Surroundings,
+        policy: WorkerPolicy | CommandPolicy,
+        recipe: Recipe,
+        nursery: NurseryPart | None = None,
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.recipe = recipe
+        self.engines: dict[str, EngineProcess] = {}
+        self.changed = asyncio.Event()
+        """Set, and replaced by a new one, after each event: for those who wait for a state."""
+        self._node = node
+        self.nursery = nursery
+        self._queue: asyncio.Queue[m.WorkerEvent] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = float("inf")
+        self._task = node.run_task(self._own())
+
+    # --- events -----------------------------------------------------------------------------------------------------------------
+
+    def put(self, event: m.WorkerEvent) -> None:
+        self._queue.put_nowait(event)
+
+    def report(self, report: Report) -> None:
+        """Take what an engine of this worker said. A beat without news ends here, in a few microseconds."""
+        if isinstance(report, Beat):
+            if isinstance(self.policy, WorkerPolicy):
+                actions = self.policy.beat(report, time.monotonic())
+                if actions:
+                    self._carry_out(actions)
+        elif not isinstance(report, GatewayBeat):
+            self.put(m.Reported(report))
+
+    def wish(self, event: m.WorkerEvent) -> None:
+        """Take an operator's wish.
+
+        Raises:
+            SupervisorError: it cannot be granted now; the policy says why.
+        """
+        refusal = self.policy.refusal(event)
+        if refusal is not None:
+            raise SupervisorError(*refusal)
+        self.put(event)
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until ``condition`` holds after an event of this worker. Returns whether it did in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._queue.qsize() or not condition():
+                    await self.changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the owner. Its engines are its node's business by then."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._task.cancel()
+
+    async def _own(self) -> None:
+        while True:
+            event = await self._queue.get()
+            try:
+                self._carry_out(self.policy.handle(event, time.monotonic()))
+            except Exception:
+                # A defect here must not end the supervision of this worker: the policy finds what is missing at the next event.
+                log.exception("worker %s: %s could not be handled", self.name, event)
+
+    # --- the clock --------------------------------------------------------------------------------------------------------------
+
+    def _set_timer(self) -> None:
+        due_s = self.policy.deadline_s
+        if due_s == self._timer_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_s = due_s
+        if due_s < float("inf"):
+            self._timer = self._loop.call_at(due_s, self._tick)
+
+    def _tick(self) -> None:
+        due_s, self._timer_s, self._timer = self._timer_s, float("inf"), None
+        self._node.beats.drain()  # no verdict on silence while something lies unread
+        self.put(m.Tick(late_s=max(0.0, time.monotonic() - due_s)))
+
+    # --- actions ----------------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[m.WorkerAction]) -> None:
+        for action in actions:
+            self._do(action)
+        self._set_timer()
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    def _do(self, action: m.WorkerAction) -> None:
+        match action:
+            case m.Send(engine=engine, order=order):
+                if isinstance(order, Promote) and engine in self.engines:
+                    self.engines[engine].hurry()
+                self._node.beats.send(engine, order)
+            case m.Spawn():
+                self._spawn(action)
+            case m.Signal(engine=engine, signal=number):
+                if engine in self.engines:
+                    self.engines[engine].signal(number)
+            case m.KillTree(engine=engine):
+                if engine in self.engines:
+                    record = self.policy.engines.get(engine)
+                    self.engines[engine].wants_tail = record is not None and not record.committed and record.stop is None
+                    self.engines[engine].kill_tree()
+            case m.Forget(engine=engine):
+                process = self.engines.pop(engine, None)
+                if process is not None:
+                    process.discard()
+            case m.Announce():
+                self._announce(action)
+            case m.Record():
+                self._record(action)
+            case m.FreeMemory():
+                self._node.free_memory(self.name)
+            case m.PublishRoutes():
+                self._node.routes_changed()
+
+    def _spawn(self, action: m.Spawn) -> None:
+        try:
+            launch = self.recipe.launch(action.engine, action.seq)
+        except SupervisorError as error:
+            self.put(m.SpawnFailed(action.engine, action.how, error.message, error.hint))
+            return
+        process = EngineProcess(self._node.host, action.engine, launch, self.put)
+        self.engines[action.engine] = process
+        self._node.run_task(self._start(process, action))
+
+    async def _start(self, process: EngineProcess, action: m.Spawn) -> None:
+        client = self.nursery.client if self.nursery is not None else None
+        await process.start(action.how, client, refill=action.refill)
+        await self.recipe.watch(process, self.put)
+
+    def _announce(self, action: m.Announce) -> None:
+        process = self.engines.get(action.engine or "")
+        self._node.journal.add(
+            action.event,
+            action.message,
+            level=action.level,
+            worker=self.name,
+            engine=action.engine,
+            pid=process.pid if process is not None else None,
+            epoch=action.epoch,
+            data=action.data,
+        )
+
+    def _record(self, action: m.Record) -> None:
+        recovery = action.recovery
+        fresh = self._node.recoveries.note(recovery, done=action.done)
+        if fresh:
+            text = f"{recovery.from_engine} is lost: {recovery.cause}"
+            self._node.journal.add(
+                "recovery.started", text, level="warning", worker=self.name, engine=recovery.from_engine, epoch=recovery.epoch
+            )
+        if action.done:
+            parts = [f"{step} {value:.0f} ms" for step in _STEPS if (value := getattr(recovery, f"{step}_ms")) is not None]
+            text = f"{recovery.kind}: {recovery.from_engine} → {recovery.to_engine}, {', '.join(parts)}"
+            data = {"n": recovery.n, "kind": recovery.kind}
+            self._node.journal.add("recovery.done", text, worker=self.name, engine=recovery.to_engine, epoch=recovery.epoch, data=data)
+
+
+_STEPS = ("promote", "first_token", "fence", "refill")

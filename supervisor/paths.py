@@ -1,0 +1,87 @@
+"""Where a node keeps what: names of sockets and files in its runtime and state directories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shadowsup.supervisor import runtime_dir
+
+
+@dataclass(frozen=True)
+class NodePaths:
+    """``runtime``: sockets, specs, records; gone after a stop. ``state``: logs and history of this node, on disk."""
+
+    runtime: Path
+    state: Path
+
+    def prepare(self) -> None:
+        """Create the folders below (`runtime` itself is made by `runtime_dir.create`)."""
+        self.engines.mkdir(mode=0o700, exist_ok=True)
+        self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def control(self) -> Path:
+        return self.runtime / runtime_dir.CONTROL_SOCKET
+
+    @property
+    def events(self) -> Path:
+        return self.runtime / runtime_dir.EVENTS_SOCKET
+
+    @property
+    def record(self) -> Path:
+        return self.runtime / runtime_dir.NODE_RECORD
+
+    @property
+    def processes(self) -> Path:
+        return self.runtime / runtime_dir.PROCESSES
+
+    @property
+    def beats(self) -> Path:
+        return self.runtime / "beat.sock"
+
+    @property
+    def keeper(self) -> Path:
+        return self.runtime / "keeper.sock"
+
+    @property
+    def scribe(self) -> Path:
+        return self.runtime / "scribe.sock"
+
+    @property
+    def gateway_spec(self) -> Path:
+        return self.runtime / "gateway.json"
+
+    @property
+    def engines(self) -> Path:
+        return self.runtime / "engines"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "logs"
+
+    def nursery(self, number: int) -> Path:
+        return self.runtime / f"nursery-{number}.sock"
+
+    def link(self, engine: str) -> Path:
+        return self.runtime / f"link-{engine}.sock"
+
+    def notify(self, engine: str) -> Path:
+        return self.runtime / f"notify-{engine}.sock"
+
+    def spec(self, engine: str) -> Path:
+        return self.engines / f"{engine}.json"
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file by ``data``, readable by its owner only, never seen half-written."""
+    import os
+
+    temporary = path.with_name(f".{path.name}.new")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    temporary.replace(path)

@@ -1,0 +1,223 @@
+"""How the engines of a worker are launched: spec, environment, interpreter, command line. One recipe for each kind of worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from shadowsup.supervisor.config.model import WorkerConfig
+from shadowsup.supervisor.devices import environment as device_environment
+from shadowsup.supervisor.engine_process import EngineProcess, Launch
+from shadowsup.supervisor.environment import engine_environment
+from shadowsup.supervisor.paths import NodePaths
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.detector import HangLimits
+from shadowsup.supervisor.policy.model import WorkerSettings
+from shadowsup.supervisor.pypath import make_pypath
+from shadowsup.supervisor.ready import ExecProbe, HttpProbe, LogProbe, NotifySocket, Probe, wait_ready
+from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.sockets import free_port
+from shadowsup.wire.engine import EngineSpec, KvSpec
+
+
+class Recipe(Protocol):
+    """Makes launches. `watch` runs once for each engine, after its start."""
+
+    config: WorkerConfig
+
+    def launch(self, engine: str, seq: int) -> Launch: ...
+
+    async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None: ...
+
+
+def settings(config: WorkerConfig, gpus: tuple[str, ...] = ()) -> WorkerSettings:
+    """Return what the policy must know of a worker."""
+    return WorkerSettings(
+        name=config.name,
+        shadows=config.shadows if config.engine.keeps_memory else 0,
+        gpus=gpus,
+        heartbeat_s=config.health.heartbeat,
+        hang=HangLimits(floor_s=config.health.hang.floor, ceiling_s=config.health.hang.ceiling),
+        startup_s=config.health.startup,
+        backoff_s=config.restart.backoff,
+        max_failures=config.restart.max.count,
+        window_s=config.restart.max.window_s,
+        healthy_after_s=config.restart.healthy_after,
+        stop_signal=int(config.stop.signum),
+        stop_timeout_s=config.stop.timeout,
+        give_up_after_s=config.give_up_after,
+    )
+
+
+def worker_environment(
+    config: WorkerConfig, inherited: Mapping[str, str], gpus: tuple[str, ...], extra: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of a worker's engines: allowed names, ``env_file``, ``env``, then what is ours.
+
+    Raises:
+        SupervisorError: ``env_file`` cannot be used.
+    """
+    ours = {"PYTHONUNBUFFERED": "1", **device_environment(gpus), **extra}
+    return engine_environment(inherited, env=config.env, env_file=config.env_file, extra=ours)
+
+
+class KeptRecipe:
+    """Engines with kept memory: our SDK in the configured interpreter.
+
+    Args:
+        kind: adapter (a key of the registry, or ``module:attribute``).
+        model, revision: resolved.
+        gpus: device UUIDs.
+
+    Raises:
+        SupervisorError: ``env_file`` or ``python`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        paths: NodePaths,
+        *,
+        node: str,
+        kind: str,
+        model: str,
+        revision: str | None,
+        gpus: tuple[str, ...],
+        inherited: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.config = config
+        self.kind = kind
+        self.model = model
+        extra = {}
+        if config.python is not None:
+            # Our engine side on its path, before whatever the worker adds, and nothing else of our own environment.
+            ours = str(make_pypath(paths.runtime))
+            theirs = config.env.get("PYTHONPATH")
+            extra["PYTHONPATH"] = f"{ours}:{theirs}" if theirs else ours
+        self.python = str(config.python or sys.executable)
+        self.env = worker_environment(config, inherited, gpus, extra)
+        self._paths = paths
+        self._node = node
+        self.revision = revision
+        self._gpus = gpus
+
+    def launch(self, engine: str, seq: int) -> Launch:
+        config, paths = self.config, self._paths
+        spec = EngineSpec(
+            node=self._node,
+            worker=config.name,
+            engine=engine,
+            seq=seq,
+            kind=self.kind,
+            model=self.model,
+            revision=self.revision,
+            served_name=config.public_name,
+            dtype=config.dtype.value,
+            args=dict(config.args),
+            gpus=self._gpus,
+            kv=KvSpec(size=config.kv.size or 0, block_tokens=config.kv.block_tokens, reserve=config.kv.reserve),
+            verify=config.verify.value,
+            heartbeat_s=config.health.heartbeat,
+            runtime_dir=str(paths.runtime),
+            keeper_socket=str(paths.keeper),
+            beat_endpoint=f"ipc://{paths.beats}",
+            link_socket=str(paths.link(engine)),
+        )
+        return Launch(
+            worker=config.name,
+            env=self.env,
+            spec=spec,
+            python=self.python,
+            log_max_size=config.logs.max_size,
+            log_keep=config.logs.keep,
+        )
+
+    async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None:
+        """Nothing to do: these engines speak for themselves."""
+
+
+class CommandRecipe:
+    """Any server: its command line with ``{port}`` filled in, ready by its probe, served over HTTP.
+
+    Raises:
+        SupervisorError: ``env_file`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        paths: NodePaths,
+        scribe: ScribeClient,
+        gpus: tuple[str, ...] = (),
+        inherited: Mapping[str, str] = os.environ,
+    ) -> None:
+        self.config = config
+        self.env = (
+            worker_environment(config, inherited, gpus, {})
+            if gpus
+            else engine_environment(inherited, env=config.env, env_file=config.env_file, extra={})
+        )
+        self._paths = paths
+        self._scribe = scribe
+        self._ports: dict[str, int] = {}
+
+    def launch(self, engine: str, seq: int) -> Launch:
+        config = self.config
+        port = config.port or free_port()
+        self._ports[engine] = port
+        notify = self._paths.notify(engine)
+        env = {**self.env, "PORT": str(port)}
+        if config.ready is not None and config.ready.notify:
+            env["NOTIFY_SOCKET"] = str(notify)
+        return Launch(
+            worker=config.name,
+            env=env,
+            argv=[word.replace("{port}", str(port)) for word in config.command or ()],
+            cwd=config.cwd,
+            log_max_size=config.logs.max_size,
+            log_keep=config.logs.keep,
+            extra_files=(notify,),
+        )
+
+    async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None:
+        """Probe until ready. A start that takes too long is the policy's to end: this one only looks."""
+        port = self._ports.pop(process.id)
+        if process.pid is None:
+            return
+        probing = asyncio.ensure_future(self._probe(process, port))
+        gone = asyncio.ensure_future(process.gone())
+        try:
+            await asyncio.wait({probing, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if probing.done() and probing.exception() is None:
+                tell(m.Ready(process.id, f"http://127.0.0.1:{port}"))
+        finally:
+            for task in (probing, gone):
+                task.cancel()
+            await asyncio.gather(probing, gone, return_exceptions=True)
+
+    async def _probe(self, process: EngineProcess, port: int) -> None:
+        ready = self.config.ready
+        timeout_s = self.config.health.startup
+        notify: NotifySocket | None = None
+        probe: Probe
+        if ready is None:
+            return
+        if ready.http is not None:
+            probe = HttpProbe(f"http://127.0.0.1:{port}{ready.http}")
+        elif ready.exec is not None:
+            probe = ExecProbe(
+                [word.replace("{port}", str(port)) for word in ready.exec], env={**self.env, "PORT": str(port)}, cwd=self.config.cwd
+            )
+        elif ready.log is not None:
+            probe = LogProbe(self._scribe.watch(process.id, ready.log))
+        else:
+            notify = NotifySocket(self._paths.notify(process.id))
+            probe = notify
+        try:
+            await wait_ready(probe, timeout_s=timeout_s)
+        finally:
+            if notify is not None:
+                notify.close()

@@ -1,0 +1,185 @@
+"""What ``status``, ``memory`` and ``recoveries`` say, built from the present state; every function returns at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart
+from shadowsup.supervisor.node_worker import WorkerOwner
+from shadowsup.supervisor.policy.model import EngineRecord
+from shadowsup.supervisor.policy.part import PartState
+from shadowsup.supervisor.policy.worker import WorkerPolicy
+from shadowsup.supervisor.protocol import SCHEMA, Recovery
+from shadowsup.supervisor.recovery import RecoveryBook
+from shadowsup.wire.engine import KvCounts, Phase
+
+if TYPE_CHECKING:
+    from shadowsup.supervisor.node import Node
+
+
+def status(node: Node) -> dict[str, Any]:
+    """Return the answer to ``status`` (interface: status -o json)."""
+    now_s = time.monotonic()
+    return {
+        "schema": SCHEMA,
+        "event": node.journal.last,
+        "node": {
+            "name": node.config.node.name,
+            "state": node.state.value,
+            "pid": os.getpid(),
+            "uptime_s": round(now_s - node.began_s, 3),
+            "runtime_dir": str(node.paths.runtime),
+            "state_dir": str(node.paths.state),
+            "events_lost": node.journal.lost,
+        },
+        "memkeeper": keeper_status(node.keeper),
+        "nursery": [nursery_status(nursery) for nursery in node.nurseries],
+        "sensor": {"state": PartState.STOPPED.value, "pid": None},
+        "gateway": gateway_status(node.gateway, node.listen),
+        "scribe": scribe_status(node.scribe),
+        "workers": [worker_status(owner, node.recoveries, now_s) for owner in node.workers.values()],
+        "gpus": list(node.gpus),
+    }
+
+
+def scribe_status(scribe: ScribePart | None) -> dict[str, Any]:
+    if scribe is None:
+        return {"state": PartState.STOPPED.value, "pid": None}
+    return {"state": scribe.state.value, "pid": scribe.pid, "restarts": scribe.policy.restarts}
+
+
+def keeper_status(keeper: KeeperPart | None) -> dict[str, Any]:
+    if keeper is None:
+        return {"state": PartState.STOPPED.value, "pid": None, "backend": "", "segments": 0, "bytes": 0}
+    segments = keeper.segments()
+    return {
+        "state": keeper.state.value,
+        "pid": keeper.pid,
+        "backend": keeper.vault.backend if keeper.vault is not None else "",
+        "segments": len(segments),
+        "bytes": sum(segment.manifest.size for segment in segments),
+        "restarts": keeper.policy.restarts,
+    }
+
+
+def nursery_status(nursery: NurseryPart) -> dict[str, Any]:
+    return {
+        "state": nursery.state.value,
+        "pid": nursery.pid,
+        "engine": nursery.engine,
+        "restarts": nursery.policy.restarts,
+        "reason": nursery.policy.reason,
+    }
+
+
+def gateway_status(gateway: GatewayPart | None, listen: str) -> dict[str, Any]:
+    if gateway is None:
+        return {"state": PartState.STOPPED.value, "pid": None, "listen": listen, "streams_held": 0, "requests_total": 0}
+    beat = gateway.beat
+    figures = {} if beat is None else {name: getattr(beat, name) for name in _GATEWAY_FIGURES}
+    base = {"state": gateway.state.value, "pid": gateway.pid, "listen": listen, "streams_held": 0, "requests_total": 0}
+    return {**base, **figures, "restarts": gateway.policy.restarts}
+
+
+_GATEWAY_FIGURES = ("streams_held", "requests_total", "connections", "inflight", "errors_total", "tokens_total", "replays_total")
+
+
+def worker_status(owner: WorkerOwner, recoveries: RecoveryBook, now_s: float) -> dict[str, Any]:
+    """Return one worker with its engines, oldest engine first."""
+    policy = owner.policy
+    config = owner.recipe.config
+    active = policy.active
+    kv = active.vitals.beat.kv if active is not None and active.vitals.beat is not None else None
+    last = recoveries.last(owner.name)
+    beat = active.vitals.beat if active is not None else None
+    return {
+        "name": owner.name,
+        "engine": config.engine.value,
+        "model": config.public_name,
+        "source": config.model or "",
+        "state": policy.state.value,
+        "reason": policy.reason,
+        "epoch": policy.epoch,
+        "shadows": policy.settings.shadows,
+        "engines": [engine_status(record, now_s) for record in policy.engines.values()],
+        "kv": kv_status(kv),
+        "tokens_total": beat.tokens_total if beat is not None else 0,
+        "queued": beat.queued if beat is not None else 0,
+        "last_recovery": None if last is None else recovery_json(last),
+        "recoveries": recoveries.counts(owner.name),
+        "give_up_after_s": round(policy.give_up_after_s, 3),
+        "desired": policy.desired.value,
+        **({} if isinstance(policy, WorkerPolicy) else {"upstream": policy.upstream}),
+    }
+
+
+def engine_status(record: EngineRecord, now_s: float) -> dict[str, Any]:
+    beat = record.vitals.beat
+    return {
+        "id": record.id,
+        "role": record.role.value,
+        "state": record.state.value,
+        "pid": record.pid,
+        "started_s": round(now_s - record.spawned_s, 3),
+        "heartbeat_age_s": round(now_s - record.vitals.seen_s, 3) if beat is not None else None,
+        "phase": (beat.phase if beat is not None else Phase.LOADING).value,
+        "step": beat.step if beat is not None else 0,
+        "inflight": beat.inflight if beat is not None else 0,
+        "queued": beat.queued if beat is not None else 0,
+        "epoch": record.epoch,
+        "how": record.how.value,
+        "detail": beat.detail if beat is not None else "",
+        "cause": record.cause,
+    }
+
+
+def kv_status(counts: KvCounts | None) -> dict[str, int]:
+    if counts is None:
+        return {"blocks": 0, "valid": 0, "free": 0, "quarantined": 0, "reserve": 0}
+    found: dict[str, int] = msgspec.structs.asdict(counts)
+    return found
+
+
+def recovery_json(recovery: Recovery) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.structs.asdict(recovery)
+    return found
+
+
+def memory(node: Node) -> dict[str, Any]:
+    """Return the answer to ``memory``: what the vault holds, oldest first."""
+    segments = node.keeper.segments() if node.keeper is not None else []
+    return {
+        "schema": SCHEMA,
+        "segments": [
+            {
+                **{name: getattr(segment.manifest, name) for name in _MANIFEST},
+                "kind": segment.manifest.kind.value,
+                "fingerprint": segment.manifest.fingerprint.digest(),
+                "meta": dict(segment.manifest.meta),
+                "state": segment.state.value,
+                "leases": list(segment.leases),
+                "created_s": segment.created_s,
+            }
+            for segment in segments
+        ],
+        "bytes": sum(segment.manifest.size for segment in segments),
+    }
+
+
+_MANIFEST = ("segment", "set_id", "index", "worker", "device", "size", "generation")
+
+
+def recoveries(book: RecoveryBook, worker: str | None) -> dict[str, Any]:
+    return {"schema": SCHEMA, "recoveries": [recovery_json(recovery) for recovery in book.all(worker)]}
+
+
+def logs(node: Node, arguments: Mapping[str, Any], workers: Sequence[str]) -> dict[str, Any]:
+    """Return where the output of a worker, or of every part, is written."""
+    worker = arguments.get("worker")
+    names = [worker] if worker else [*workers, "memkeeper", "gateway", *(nursery.name for nursery in node.nurseries), "scribe"]
+    return {"schema": SCHEMA, "paths": [str(node.paths.log(name)) for name in names]}
