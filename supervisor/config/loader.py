@@ -11,7 +11,7 @@ from shadowsup.supervisor.config import checks
 from shadowsup.supervisor.config.document import Document, Mark, dotted
 from shadowsup.supervisor.config.document import Path as Where
 from shadowsup.supervisor.config.model import NodeConfig
-from shadowsup.supervisor.config.reading import read_document
+from shadowsup.supervisor.config.reading import readings
 from shadowsup.supervisor.config.validation import validate
 from shadowsup.supervisor.errors import ConfigError, Problem
 
@@ -54,17 +54,11 @@ def load(path: Path | str, environ: Mapping[str, str] | None = None) -> LoadedCo
 
 def loads(text: str, path: Path, *, shown: str = "", environ: Mapping[str, str] | None = None) -> LoadedConfig:
     """Check ``text`` as if it were the content of ``path`` (what an editor does before saving). Raises as `load`."""
-    document = read_document(text, shown or str(path), os.environ if environ is None else environ)
-    warnings: list[Problem] = []
-    config: NodeConfig | None = None
+    variables = os.environ if environ is None else environ
     absolute = path.absolute()
-    if document.data is not None:
-        outcome = validate(document, absolute.parent)
-        config = outcome.config
-        if config is not None:
-            for finding in checks.check(config):
-                if not outcome.spoils(finding.path, finding.about):
-                    _record(document, finding, warnings)
+    # With tabs there are several readings: the one that can be read, with the fewest problems, is what was meant.
+    attempts = [_checked(document, absolute) for document in readings(text, shown or str(path), variables)]
+    document, config, warnings = min(attempts, key=lambda attempt: (attempt[0].data is None, len(attempt[0].problems)))
     if document.problems or config is None:
         raise ConfigError.of(document.problems)
     return LoadedConfig(
@@ -75,6 +69,18 @@ def loads(text: str, path: Path, *, shown: str = "", environ: Mapping[str, str] 
         secrets=frozenset(document.secrets),
         warnings=tuple(warnings),
     )
+
+
+def _checked(document: Document, path: Path) -> tuple[Document, NodeConfig | None, list[Problem]]:
+    """Validate a document and check across its fields; problems are added to it. Returns the warnings too."""
+    warnings: list[Problem] = []
+    if document.data is None:
+        return document, None, warnings
+    outcome = validate(document, path.parent)
+    for finding in checks.check(outcome.config) if outcome.config is not None else ():
+        if not outcome.spoils(finding.path, finding.about):
+            _record(document, finding, warnings)
+    return document, outcome.config, warnings
 
 
 def _record(document: Document, finding: checks.Finding, warnings: list[Problem]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, Strict, WithJsonSchema, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, Strict, ValidationInfo, WithJsonSchema, field_validator
 
 from shadowsup.supervisor.config import units
 from shadowsup.supervisor.config.gpus import gpu_list
@@ -30,6 +30,7 @@ from shadowsup.supervisor.config.scalars import (
     FilePath,
     Size,
     Text,
+    from_file,
 )
 
 VERSION = 1
@@ -172,10 +173,12 @@ class Rate(Section):
         return f"{self.count} in {units.format_duration(self.window_s)}"
 
 
-def _rate(value: Any) -> Any:
+def _rate(value: Any, info: ValidationInfo) -> Any:
     if isinstance(value, str):
         count, window_s = units.parse_rate(value)
         return {"count": count, "window_s": window_s}
+    if from_file(info):
+        raise ValueError("it is not a limit; write it as COUNT in DURATION, like 10 in 10m")
     return value
 
 

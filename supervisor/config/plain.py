@@ -13,8 +13,8 @@ _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": Fals
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?\Z")
 _TRAPS: tuple[tuple[str, str, str], ...] = (
-    (r"yes|on|y", "a boolean to some YAML readers", "true"),
-    (r"no|off|n", "a boolean to some YAML readers", "false"),
+    (r"yes|on", "a boolean to some YAML readers", "true"),
+    (r"no|off", "a boolean to some YAML readers", "false"),
     (r"[-+]?0o?[0-9_]+", "an octal number to some YAML readers", "the number without the leading 0"),
     (r"[-+]?0[xb][0-9a-f_]+", "a number to some YAML readers", "it in decimal"),
     (r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?", "a number in base 60 to some YAML readers", "a duration with units, like 90s"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from yaml.error import MarkedYAMLError
 from yaml.nodes import Node
@@ -14,12 +14,15 @@ MAX_TEXT = 1_000_000
 """Characters. A config is a few KB."""
 
 _TAB_WIDTHS = (2, 4, 8, 1)
+_MAX_TABS = 100
+"""The text is composed anew after each."""
 _HINTS = {
-    "mapping values are not allowed here": "indent it as a key, or put a value that has ': ' in it in quotes",
+    "mapping values are not allowed here": "write KEY: VALUE on a line of its own, or put a value that has ': ' in it in quotes",
     "could not find expected ':'": "write KEY: VALUE, with a space after the colon",
     "found unexpected end of stream": "a quote or bracket is not closed",
     "expected <block end>": "keys of one mapping start in the same column; a value that starts with [ and goes on after ] needs quotes",
     "expected ',' or": "a bracket is not closed, or a comma is missing",
+    "expected the node content": "a value is missing, or one that has : or ] in it needs quotes",
     "cannot start any token": "put the value in quotes",
     "expected alphabetic or numeric character": "put the value in quotes",
     "found undefined alias": "define it with &name before it is used",
@@ -36,6 +39,11 @@ class _Text:
         self._width = tab_width
         self._shift: dict[int, list[tuple[int, int]]] = {}
         """Line → (column where the tab stood in the composed text, columns added)."""
+
+    @property
+    def tabs(self) -> int:
+        """How many were replaced."""
+        return sum(len(tabs) for tabs in self._shift.values())
 
     def replace_tab(self, index: int) -> Mark:
         """Replace the tab at ``index`` and return its position in the file."""
@@ -56,30 +64,27 @@ class _Text:
         return Mark(line, column + 1)
 
 
-def read_document(text: str, file: str, environ: Mapping[str, str]) -> Document:
-    """Return the document of ``text``; what is wrong is in its ``problems``. ``data`` is None when it cannot be read at all."""
-    document = Document(file)
+def readings(text: str, file: str, environ: Mapping[str, str]) -> Iterator[Document]:
+    """Yield the document of ``text``; where tabs indent it, once for each width a tab may have been meant to have.
+
+    What is wrong is in ``problems``; ``data`` is None when the text cannot be read at all.
+    """
     if len(text) > MAX_TEXT:
+        document = Document(file)
         document.problem((), f"the file has more than {MAX_TEXT} characters")
-        return document
+        yield document
+        return
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    best: Document | None = None
     for width in _TAB_WIDTHS:
-        attempt = Document(file)
-        source = _Text(text, width)
-        composed, node = _compose(source, attempt)
-        if best is None or composed:
-            best = attempt
-        if composed:
-            if node is None:
-                attempt.problem((), "the file is empty", "a first config: configs/node.yaml in the source, or shadowsup config schema")
-            else:
-                attempt.data = Walk(attempt, source.text, environ, source.position).value(node, ())
-            break
-        if not any("tab" in problem.message for problem in attempt.problems):
-            break
-    assert best is not None
-    return best
+        document, source = Document(file), _Text(text, width)
+        composed, node = _compose(source, document)
+        if node is not None:
+            document.data = Walk(document, source.text, environ, source.position).value(node, ())
+        if composed and document.data is None and not document.problems:
+            document.problem((), "the file is empty", "shadowsup config schema describes what goes in")
+        yield document
+        if not source.tabs:
+            return
 
 
 def _compose(source: _Text, document: Document) -> tuple[bool, Node | None]:
@@ -92,21 +97,21 @@ def _compose(source: _Text, document: Document) -> tuple[bool, Node | None]:
             return True, node
         except ReaderError as error:
             mark = source.position(error.position)
-            document.problem((), f"character U+{ord(str(error.character)):04X} is not allowed", mark=mark)
+            code = ord(error.character) if isinstance(error.character, str) else error.character
+            document.problem((), f"character U+{code:04X} is not allowed", mark=mark)
             return False, None
         except MarkedYAMLError as error:
             at = error.problem_mark or error.context_mark
             index = at.index if at is not None else 0
             tab = _tab_at(source.text, index)
-            if tab is not None:
+            if tab is not None and source.tabs < _MAX_TABS:
                 document.problem((), "a tab; YAML is indented with spaces", "replace it by spaces", mark=source.replace_tab(tab))
                 continue
-            message = error.problem or error.context or "not YAML"
+            message = ", ".join(part for part in (error.context, error.problem) if part) or "not YAML"
             hint = next((hint for part, hint in _HINTS.items() if part in message), "")
-            if "$" in _line(source.text, index) and ("flow" in str(error.context) or "flow" in message):
+            if "$" in _line(source.text, index) and "flow" in message:
                 hint = 'inside { } and [ ] write variables in quotes: "${VAR}"'
-            context = f" {error.context}" if error.context and error.problem else ""
-            document.problem((), f"not valid YAML: {message}{context}", hint, mark=source.position(index))
+            document.problem((), f"not valid YAML: {message}", hint, mark=source.position(index))
             return False, None
         except RecursionError:
             document.problem((), "the document is nested too deeply")

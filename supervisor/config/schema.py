@@ -38,10 +38,14 @@ def _finish(section: dict[str, Any], shape: Shape) -> None:
     for key, info in shape.model.model_fields.items():
         field = section["properties"][key]
         field.pop("title", None)
+        field["description"] = info.description
+        below = shape.children[key]
+        if below is not None:
+            field.pop("default", None)  # its keys have their own
+            continue
         if info.default is not PydanticUndefined:
             field["default"] = shape.model.model_construct().model_dump(mode="json", include={key}, warnings=False)[key]
-        if shape.children[key] is None:
-            _allow_variable(field)
+        _allow_variable(field)
 
 
 def _allow_variable(field: dict[str, Any]) -> None:
