@@ -18,6 +18,9 @@ from shadowsup.memkeeper.segments import SegmentSet
 Segments = dict[str, OwnedFd]
 """Segment id → its fd."""
 
+Holdings = Sequence[tuple[str, int, tuple[str, ...]]]
+"""What the keeper has: (what, bytes, leased by whom)."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -49,7 +52,7 @@ class Allocator:
             raise KeeperError("a segment has at least one byte")
         return [-(-size // granularity) * granularity for size in sizes]
 
-    def require(self, planned: SegmentSet, holdings: Sequence[tuple[str, int, tuple[str, ...]]]) -> None:
+    def require(self, planned: SegmentSet, holdings: Holdings) -> None:
         """Check that the whole set fits.
 
         Raises:
@@ -62,21 +65,27 @@ class Allocator:
             try:
                 self._of(device).require(size, device)
             except OutOfMemory as error:
-                held = "; ".join(f"{what}: {size_text(size)}, leased by {', '.join(who) or 'nobody'}" for what, size, who in holdings)
-                raise OutOfMemory(f"{error.message}. The keeper holds {held or 'nothing'}", error.hint) from None
+                raise OutOfMemory(f"{error.message}. {_held(holdings)}", error.hint) from None
 
-    def allocate(self, planned: SegmentSet) -> Segments:
+    def allocate(self, planned: SegmentSet, holdings: Holdings) -> Segments:
         """Create every segment, on a thread of its own.
 
         Raises:
-            OutOfMemory: one did not fit; none is left.
+            OutOfMemory: one did not fit; none is left. Says who uses the memory, and what the keeper holds for whom.
             KeeperError: the ledger cannot be initialised as asked.
         """
         # fallocate undoes its work when a signal interrupts it; signals are for the main thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         segments: Segments = {}
         for manifest in planned.manifests:
-            fd = OwnedFd(self._of(manifest.device).allocate(manifest.size, f"shadowsup-{manifest.segment}", manifest.device))
+            backend = self._of(manifest.device)
+            try:
+                fd = OwnedFd(backend.allocate(manifest.size, f"shadowsup-{manifest.segment}", manifest.device))
+            except OutOfMemory as error:
+                segments.clear()  # first: half a set must not count as used in the figures
+                usage = backend.usage(manifest.device)
+                wanted = f"{error.message}, part of {size_text(planned.size)}: {usage}. {_held(holdings)}"
+                raise OutOfMemory(wanted, error.hint) from None
             segments[manifest.segment] = fd
             if manifest.kind is p.Kind.LEDGER and "blocks" in manifest.meta:
                 _initialise(fd.fileno(), manifest)
@@ -85,6 +94,11 @@ class Allocator:
     def seal(self, fd: int, device: str) -> None:
         """Raises KeeperError where a mapping that could be written still exists."""
         self._of(device).seal(fd)
+
+
+def _held(holdings: Holdings) -> str:
+    held = "; ".join(f"{what}: {size_text(size)}, leased by {', '.join(who) or 'nobody'}" for what, size, who in holdings)
+    return f"The keeper holds {held or 'nothing'}"
 
 
 def _initialise(fd: int, manifest: p.Manifest) -> None:

@@ -260,13 +260,14 @@ class Keeper:
     # --- allocation ----------------------------------------------------------------------------------------------------------
 
     def _start(self, connection: Connection, planned: SegmentSet) -> None:
-        self._allocator.require(planned, self._book.holdings())
+        holdings = self._book.holdings()
+        self._allocator.require(planned, holdings)
         self._job = Job(connection.number, planned)
 
         def work() -> None:
             result: Segments | Exception
             try:
-                result = self._allocator.allocate(planned)
+                result = self._allocator.allocate(planned, holdings)
             except Exception as error:
                 result = error
             self._done.put(result)

@@ -32,21 +32,31 @@ def whole_pieces(words: Any) -> npt.NDArray[np.uint64]:
             sums = _with_triton(words, count, kernel)
         except Exception as error:  # a C compiler that Triton wants, a driver that it does not know: slower, but no reason to fail
             logging.getLogger(__name__).warning("Triton cannot run here (%s); checksums are computed more slowly", error)
-            _kernel.cache_clear()
+            _broken.append(str(error))
     if sums is None:
-        sums = _with_torch(words, count)
+        sums = by_torch(words, count)
     # The length stands before the first chunk, so Horner's rule has multiplied it once a chunk.
     found: npt.NDArray[np.uint64] = sums.cpu().numpy().view(np.uint64) + np.uint64(PIECE * pow(MULTIPLIER, CHUNKS, 2**64) % 2**64)
     return found
 
 
-@functools.cache
+_broken: list[str] = []
+"""Why the kernel does not run on this machine, once it has been tried."""
+
+
 def _kernel() -> Any:
+    if _broken:
+        return None
     try:
         from shadowsup.workers import checksum_triton
     except ImportError:
         return None
     return checksum_triton
+
+
+def kernel_available() -> bool:
+    """Return whether the GPU kernel can be used (it has not failed, and Triton is there)."""
+    return _kernel() is not None
 
 
 def _with_triton(words: Any, count: int, kernel: Any) -> Any:
@@ -59,7 +69,7 @@ def _with_triton(words: Any, count: int, kernel: Any) -> Any:
     return sums.sum(1)
 
 
-def _with_torch(words: Any, count: int) -> Any:
+def by_torch(words: Any, count: int) -> Any:
     """The same by torch operations, on any device; integers wrap as they should."""
     import torch
 

@@ -46,6 +46,9 @@ class Backend(Protocol):
             OutOfMemory: the memory is not there.
         """
 
+    def usage(self, device: str) -> str:
+        """Return how much memory there is and who uses it, for people; called on a worker thread when memory has run out."""
+
     def seal(self, fd: int) -> None:
         """Make the content final where the kernel can enforce it. Idempotent.
 

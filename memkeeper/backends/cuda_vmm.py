@@ -64,7 +64,7 @@ class CudaVmmBackend:
         """See `base.Backend`. Device memory is rounded up to the device's unit, and what it contains at first is undefined.
 
         Raises:
-            OutOfMemory: with the arithmetic, and who holds what.
+            OutOfMemory: the driver has not that much; see `usage`.
             KeeperError: there is no such device here, or the driver fails otherwise.
         """
         there = self._device(device)
@@ -74,10 +74,23 @@ class CudaVmmBackend:
         except DriverError as error:
             if error.code != OUT_OF_MEMORY:
                 raise
-            raise OutOfMemory(
-                f"no room for {name} of {size_text(size)} on {device}: {self._explain(there)}",
-                "stop what else runs on this GPU, or make kv.size smaller",
-            ) from error
+            message = f"no room for {name} of {size_text(size)} on {device}"
+            raise OutOfMemory(message, "stop what else runs on this GPU, or make kv.size smaller") from error
+
+    def usage(self, device: str) -> str:
+        try:
+            use = self._use(device)
+        except Unanswered as error:
+            return f"{size_text(self._device(device).total)} in all; what is in use is not known, NVML: {error}"
+        processes = sorted(use.processes, key=lambda process: -(process.used or 0))
+        parts = [f"process {one.pid} ({one.name}) {_used(one.used)}" for one in processes]
+        rest = use.used - sum(process.used or 0 for process in processes)
+        if rest > 0:
+            parts.append(f"{size_text(rest)} in kept memory and the driver, of no process")
+        others = {pid: name for pid, name in self._holders().items() if pid not in {process.pid for process in processes}}
+        if others:
+            parts.append("device files are open in " + ", ".join(f"process {pid} ({name})" for pid, name in sorted(others.items())))
+        return f"{size_text(use.total)} in all, {size_text(use.total - use.used)} free; " + "; ".join(parts)
 
     def seal(self, fd: int) -> None:
         """Nothing: device memory has no seals. Every engine maps sealed weights read-only, and the driver holds it to that."""
@@ -88,21 +101,6 @@ class CudaVmmBackend:
         except KeyError:
             there = ", ".join(self._devices) or "none"
             raise KeeperError(f"device {uuid} is not visible to the keeper, which sees {there}", "check CUDA_VISIBLE_DEVICES") from None
-
-    def _explain(self, device: Device) -> str:
-        try:
-            use = self._use(device.uuid)
-        except Unanswered as error:
-            return f"{size_text(device.total)} in all; what is in use is not known, NVML: {error}"
-        processes = sorted(use.processes, key=lambda process: -(process.used or 0))
-        parts = [f"process {one.pid} ({one.name}) {_used(one.used)}" for one in processes]
-        rest = use.used - sum(process.used or 0 for process in processes)
-        if rest > 0:
-            parts.append(f"{size_text(rest)} in kept memory and the driver, of no process")
-        others = {pid: name for pid, name in self._holders().items() if pid not in {process.pid for process in processes}}
-        if others:
-            parts.append("device files are open in " + ", ".join(f"process {pid} ({name})" for pid, name in sorted(others.items())))
-        return f"{size_text(use.total)} in all, {size_text(use.total - use.used)} free; " + "; ".join(parts)
 
 
 def _used(size: int | None) -> str:

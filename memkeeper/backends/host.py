@@ -54,6 +54,9 @@ class HostBackend:
             raise
         return fd
 
+    def usage(self, device: str) -> str:
+        return str(available())
+
     def seal(self, fd: int) -> None:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
             return
