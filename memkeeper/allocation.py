@@ -77,19 +77,24 @@ class Allocator:
         # fallocate undoes its work when a signal interrupts it; signals are for the main thread.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         segments: Segments = {}
-        for manifest in planned.manifests:
-            backend = self._of(manifest.device)
-            try:
-                fd = OwnedFd(backend.allocate(manifest.size, f"shadowsup-{manifest.segment}", manifest.device))
-            except OutOfMemory as error:
-                segments.clear()  # first: half a set must not count as used in the figures
-                usage = backend.usage(manifest.device)
-                wanted = f"{error.message}, part of {size_text(planned.size)}: {usage}. {_held(holdings)}"
-                raise OutOfMemory(wanted, error.hint) from None
-            segments[manifest.segment] = fd
-            if manifest.kind is p.Kind.LEDGER and "blocks" in manifest.meta:
-                _initialise(fd.fileno(), manifest)
+        try:
+            for manifest in planned.manifests:
+                self._add(manifest, segments)
+        except OutOfMemory as error:
+            segments.clear()  # first: half a set must not count as used in the figures
+            usage = self._of(manifest.device).usage(manifest.device)
+            wanted = f"{error.message}, part of {size_text(planned.size)}: {usage}. {_held(holdings)}"
+            raise OutOfMemory(wanted, error.hint) from None
+        except BaseException:
+            segments.clear()  # now, and not when somebody lets go of the exception
+            raise
         return segments
+
+    def _add(self, manifest: p.Manifest, segments: Segments) -> None:
+        fd = self._of(manifest.device).allocate(manifest.size, f"shadowsup-{manifest.segment}", manifest.device)
+        segments[manifest.segment] = OwnedFd(fd)
+        if manifest.kind is p.Kind.LEDGER and "blocks" in manifest.meta:
+            _initialise(fd, manifest)
 
     def seal(self, fd: int, device: str) -> None:
         """Raises KeeperError where a mapping that could be written still exists."""
