@@ -84,7 +84,10 @@ class SupervisorChannel:
                 log.error("the supervisor sent what is not an order: %s", error)
                 continue
             if isinstance(order, (Routes, DrainGateway)):
-                self._order(order)
+                try:
+                    self._order(order)
+                except Exception:  # whatever is wrong with this order, the next must still be heard
+                    log.exception("an order could not be carried out")
                 await self.beat_now()
             else:
                 log.error("the supervisor sent the order %s, which is not for a gateway", type(order).__name__)

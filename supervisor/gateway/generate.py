@@ -158,7 +158,7 @@ class Generator:
                     parts.append(shapes.comment("waiting for the engine" if held else "waiting for the next token"))
                 await response.write(b"".join(parts))
                 keepalive.heard()
-        except OSError:  # the client is gone
+        except ConnectionError:  # the client is gone
             raise
         except Exception:
             if not response.prepared:

@@ -95,10 +95,6 @@ class EngineLink:
         self._wire: _Wire | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep_dialled(), name=f"link {route.engine}")
 
-    @property
-    def up(self) -> bool:
-        return self._wire is not None and self._wire.greeted
-
     def send(self, messages: Sequence[ToEngine]) -> None:
         """Put ``messages`` in one frame; in several when they exceed what a frame may hold. Without a connection they are dropped."""
         if self._wire is None or self._wire.transport is None or self._wire.transport.is_closing():

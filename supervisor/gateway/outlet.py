@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shadowsup.supervisor.gateway.errors import ApiError
 
@@ -13,8 +13,7 @@ MOST_PENDING_CHARS = 256 * 1024
 cut off: its text would grow in our memory for as long as its engine writes."""
 
 
-@dataclass(frozen=True, slots=True)
-class News:
+class News(NamedTuple):
     """What came since the last time. At most one of ``finish_reason`` and ``error`` is set, and then nothing follows."""
 
     text: str

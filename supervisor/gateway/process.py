@@ -51,7 +51,8 @@ class GatewayProcess:
         metrics.watch(self._gateway)
         self._proxy = Proxy(hide_authorization=keys.required)
         generator = Generator(self._gateway, metrics, spec.keepalive_s)
-        app = Server(self._gateway, generator, self._proxy, keys, metrics, spec.max_body).application()
+        self._server = Server(self._gateway, generator, self._proxy, keys, metrics, spec.max_body)
+        app = self._server.application()
         app.on_shutdown.append(self._finish)
         # Without handler_cancellation a client that leaves would go unnoticed until the next write, which may be a failover away.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_UNWIND_S)
@@ -73,7 +74,7 @@ class GatewayProcess:
             log.info("draining, %d requests in flight, at most %.1f s", self._gateway.totals.inflight, self._grace_s)
             self._gateway.draining = True
             await self._channel.beat_now()
-            await self._runner.cleanup()  # stops accepting, closes idle connections, then calls _finish
+            await self._runner.cleanup()  # stops accepting, then calls _finish
         finally:
             await self._proxy.close()
             await self._gateway.close()
@@ -89,6 +90,7 @@ class GatewayProcess:
 
     async def _finish(self, app: web.Application) -> None:
         """Let requests end within the grace, then fail the rest."""
+        self._server.close_idle(self._connections())
         idle, hurry = asyncio.create_task(self._all_sent()), asyncio.create_task(self._hurry.wait())
         _, pending = await asyncio.wait({idle, hurry}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
@@ -101,12 +103,12 @@ class GatewayProcess:
         while self._connections():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    def _connections(self) -> int:
+    def _connections(self) -> list[web.RequestHandler]:
         server = self._runner.server
-        return len(server.connections) if isinstance(server, web.Server) else 0
+        return server.connections if isinstance(server, web.Server) else []
 
     def _beat(self) -> GatewayBeat:
-        return self._gateway.beat(self._connections())
+        return self._gateway.beat(len(self._connections()))
 
     def _order(self, order: Routes | DrainGateway) -> None:
         if isinstance(order, Routes):

@@ -117,16 +117,23 @@ async def _pass_back(http: web.Request, worker: Upstream, answer: aiohttp.Client
     headers = CIMultiDict((key, value) for key, value in answer.headers.items() if key.lower() not in drop)
     response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
     await response.prepare(http)
-    try:
-        async for chunk in answer.content.iter_any():
-            await response.write(chunk)
-    except (aiohttp.ClientPayloadError, aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, TimeoutError) as error:
-        log.warning("upstream of worker %s broke off: %s", worker.name, error)
-        if not answer.content_type.startswith("text/event-stream"):
-            # The client must not take half an answer for a whole one.
-            if http.transport is not None:
-                http.transport.abort()
-            return response
+    broke_off = False
+    while True:
+        try:
+            chunk = await answer.content.readany()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.warning("upstream of worker %s broke off: %s", worker.name, error)
+            broke_off = True
+            break
+        if not chunk:
+            break
+        await response.write(chunk)
+    if broke_off and not answer.content_type.startswith("text/event-stream"):
+        # The client must not take half an answer for a whole one.
+        if http.transport is not None:
+            http.transport.abort()
+        return response
+    if broke_off:
         gone = unavailable(f"The worker {worker.name} broke off this answer: its server is gone")
         await response.write(shapes.error_event(gone))
     await response.write_eof()

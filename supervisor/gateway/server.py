@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 from aiohttp import web
@@ -22,6 +22,9 @@ access = logging.getLogger("shadowsup.access")
 
 ROUTES_WAIT_S = 30.0
 """A gateway that has just started does not know its models yet; requests wait so long for the first routing table."""
+
+BODY_S = 60.0
+"""A request holds its place among those in flight while its body comes, so that must not take for ever."""
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 CLIENT_LEFT = 499
@@ -49,6 +52,7 @@ class Server:
         self._keys = keys
         self._metrics = metrics
         self._max_body = max_body
+        self._busy: set[asyncio.BaseTransport] = set()
         self._endpoints: dict[str, tuple[str, _Handler]] = {
             CHAT: ("POST", self._generate),
             COMPLETIONS: ("POST", self._generate),
@@ -63,13 +67,22 @@ class Server:
     def application(self) -> web.Application:
         """Return the aiohttp application; one catch-all, since every path, known or not, gets the same treatment."""
         app = web.Application(client_max_size=self._max_body)
-        app.router.add_route("*", "/{path:.*}", self._dispatch)
+        app.router.add_route("*", r"/{path:[\s\S]*}", self._dispatch)  # a newline is a character of a path, too
         return app
+
+    def close_idle(self, connections: Iterable[web.RequestHandler]) -> None:
+        """Close those of ``connections`` that have no request under way (aiohttp's own drain leaves them open, and deaf)."""
+        for connection in list(connections):
+            if connection.transport not in self._busy:
+                connection.force_close()
 
     async def _dispatch(self, http: web.Request) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
         record = Record(loop.time())
         status = CLIENT_LEFT
+        transport = http.transport
+        if transport is not None:
+            self._busy.add(transport)
         try:
             response = await self._answer(http, record)
             status = response.status
@@ -78,6 +91,8 @@ class Server:
             # The transport is closed already: there is nobody to answer, aiohttp only wants something to return.
             return web.Response(status=CLIENT_LEFT)
         finally:
+            if transport is not None:
+                self._busy.discard(transport)
             self._note(http, record, status, loop.time() - record.started_s)
 
     async def _answer(self, http: web.Request, record: Record) -> web.StreamResponse:
@@ -143,43 +158,44 @@ class Server:
     # Generations
 
     async def _generate(self, http: web.Request, record: Record) -> web.StreamResponse:
-        await self._routes_known()
-        body = await http.read()
-        parsed = strict_json.parse(body)
-        worker = self._gateway.pick(params.model_of(parsed))
-        record.worker = worker.name
-        if isinstance(worker, Upstream):
-            return await self._forward(http, worker, body)
-        generation = params.chat(parsed) if http.path == CHAT else params.completion(parsed)
+        # Admitted before its body is read: what waits in memory is bounded, too.
         with self._gateway.admitted():
+            await self._routes_known()
+            body = await _body(http)
+            parsed = strict_json.parse(body)
+            worker = self._gateway.pick(params.model_of(parsed))
+            record.worker = worker.name
+            if isinstance(worker, Upstream):
+                return await self._forward(http, worker, body)
+            generation = params.chat(parsed) if http.path == CHAT else params.completion(parsed)
             return await self._generator.answer(http, worker, generation, record)
 
     async def _pass_on(self, http: web.Request, record: Record) -> web.StreamResponse:
         """Any other path of the API: only a worker with a server of its own may know it."""
-        await self._routes_known()
-        upstreams = [worker for worker in self._gateway.workers.values() if isinstance(worker, Upstream)]
-        if not upstreams:
-            raise _no_such_path(http)
-        body = None
-        if http.body_exists and http.content_type == "application/json":
-            body = await http.read()
-            worker = self._gateway.pick(params.model_of(strict_json.parse(body)))
-            if not isinstance(worker, Upstream):
+        with self._gateway.admitted():
+            await self._routes_known()
+            upstreams = [worker for worker in self._gateway.workers.values() if isinstance(worker, Upstream)]
+            if not upstreams:
                 raise _no_such_path(http)
-        elif len(upstreams) == 1:
-            worker = upstreams[0]
-        else:
-            raise invalid(f"{http.path} needs a JSON body that names one of several models", "model", "missing_required_parameter")
-        record.worker = worker.name
-        return await self._forward(http, worker, body)
+            body = None
+            if http.body_exists and http.content_type == "application/json":
+                body = await _body(http)
+                worker = self._gateway.pick(params.model_of(strict_json.parse(body)))
+                if not isinstance(worker, Upstream):
+                    raise _no_such_path(http)
+            elif len(upstreams) == 1:
+                worker = upstreams[0]
+            else:
+                raise invalid(f"{http.path} needs a JSON body that names one of several models", "model", "missing_required_parameter")
+            record.worker = worker.name
+            return await self._forward(http, worker, body)
 
     async def _forward(self, http: web.Request, worker: Upstream, body: bytes | None) -> web.StreamResponse:
-        with self._gateway.admitted():
-            worker.inflight += 1
-            try:
-                return await self._proxy.forward(http, worker, body)
-            finally:
-                worker.inflight -= 1
+        worker.inflight += 1
+        try:
+            return await self._proxy.forward(http, worker, body)
+        finally:
+            worker.inflight -= 1
 
     async def _routes_known(self) -> None:
         if not self._gateway.routed.is_set():
@@ -221,6 +237,14 @@ class Server:
 
     async def _exposition(self, http: web.Request, record: Record) -> web.StreamResponse:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def _body(http: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await http.read()
+    except TimeoutError:
+        raise ApiError(408, f"The request body did not come within {BODY_S:g} s", code="request_timeout") from None
 
 
 def _json(value: object, status: int = 200) -> web.Response:

@@ -239,7 +239,8 @@ class Worker:
             self.counts.refusals += 1
             self._refused(stream, event.message, now)
         else:
-            self._fail([stream], ApiError(event.status, event.message, param=event.param))
+            status = event.status if 400 <= event.status < 600 else 500
+            self._fail([stream], ApiError(status, event.message, param=event.param))
 
     def _refused(self, stream: Stream, why: str, now: float) -> None:
         del self._streams[stream.wire_rid]

@@ -138,6 +138,7 @@ class StubSupervisor:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # the next gateway has the name of the last
         self._socket.bind(self.endpoint)
         self._version = 0
 
