@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,6 @@ class Launch:
     cwd: Path | None = None
     log_max_size: int = 64 << 20
     log_keep: int = 5
-    extra_files: tuple[Path, ...] = field(default=())
-    """Removed with the engine."""
 
 
 class EngineProcess:
@@ -183,7 +181,7 @@ class EngineProcess:
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
         paths = self._host.paths
-        for path in (paths.spec(self.id), paths.link(self.id), *self._launch.extra_files):
+        for path in (paths.spec(self.id), paths.link(self.id)):
             path.unlink(missing_ok=True)
         if self._child is not None:
             self._host.registry.forget(self._child.identity)

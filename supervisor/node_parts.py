@@ -124,6 +124,7 @@ class NurseryPart(Part):
     ) -> None:
         name = f"nursery-{number}"
         super().__init__(host, PartSettings(name=name, ready_s=NURSERY_READY_S))
+        self.label = str(number)
         self.engine = engine
         self.client: NurseryClient | None = None
         self._socket = host.paths.nursery(number)

@@ -42,6 +42,8 @@ class Part:
 
     what = "part"
     """Kind in the registry and in events: ``keeper``, ``gateway``, …"""
+    label = ""
+    """Tells several of a kind apart, in the registry."""
 
     def __init__(self, host: PartHost, settings: PartSettings) -> None:
         self.host = host
@@ -125,7 +127,7 @@ class Part:
             try:
                 await terminate(child, signal_number=signal_number, timeout_s=timeout_s, escalated=self._escalated)
             except TimeoutError:
-                self.host.journal.add(f"{self.what}.stuck", f"the {self.name} does not end, even by SIGKILL", level="error", pid=child.pid)
+                self.host.journal.add(f"{self.what}.stuck", f"{self.name} does not end, even by SIGKILL", level="error", pid=child.pid)
         if self._bringing is not None:
             await asyncio.gather(self._bringing, return_exceptions=True)
 
@@ -136,7 +138,7 @@ class Part:
             self._bringing.cancel()
 
     def _escalated(self) -> None:
-        self.host.journal.add(f"{self.what}.killed", f"the {self.name} did not end in time: SIGKILL sent", level="warning", pid=self.pid)
+        self.host.journal.add(f"{self.what}.killed", f"{self.name} did not end in time: SIGKILL sent", level="warning", pid=self.pid)
 
     def _apply(self, actions: list[Do]) -> None:
         for action in actions:
@@ -164,7 +166,7 @@ class Part:
             finally:
                 os.close(write_fd)
             self.child = child
-            self.host.registry.record(Entry(identity=child.identity, what=self.what, engine=self.name, pgid=child.pid))
+            self.host.registry.record(Entry(identity=child.identity, what=self.what, engine=self.label, pgid=child.pid))
             child.on_exit = lambda status: self._exited(child, status)
             if not self.policy.wanted:  # told to stop meanwhile
                 child.signal_group(signal.SIGKILL)
@@ -211,7 +213,7 @@ class Part:
         again = self.policy.restarts > 0
         self._apply(self.policy.ready(time.monotonic()))
         self.running.set()
-        text = f"the {self.name} is {'back' if again else 'running'} (pid {child.pid})"
+        text = f"{self.name} is {'back' if again else 'running'} (pid {child.pid})"
         self.host.journal.add(f"{self.what}.running", text, pid=child.pid)
         self.changed()
 
@@ -224,9 +226,9 @@ class Part:
         self.running.clear()
         self.lost()
         if self.policy.wanted:
-            self.host.journal.add(f"{self.what}.gone", f"the {self.name} (pid {pid}) is gone: {how}", level="warning", pid=pid)
+            self.host.journal.add(f"{self.what}.gone", f"{self.name} (pid {pid}) is gone: {how}", level="warning", pid=pid)
         else:
-            self.host.journal.add(f"{self.what}.stopped", f"the {self.name} has stopped", pid=pid)
+            self.host.journal.add(f"{self.what}.stopped", f"{self.name} has stopped", pid=pid)
         self._ended(f"it ended with {how}")
 
     def _ended(self, why: str) -> None:

@@ -22,6 +22,9 @@ from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.sockets import free_port
 from shadowsup.wire.engine import EngineSpec, KvSpec
 
+PROBE_S = 0.2
+"""Between two looks at a command engine that is not ready."""
+
 
 class Recipe(Protocol):
     """Makes launches. `watch` runs once for each engine, after its start."""
@@ -163,15 +166,16 @@ class CommandRecipe:
         self._paths = paths
         self._scribe = scribe
         self._ports: dict[str, int] = {}
+        self._notify: dict[str, NotifySocket] = {}
 
     def launch(self, engine: str, seq: int) -> Launch:
         config = self.config
         port = config.port or free_port()
         self._ports[engine] = port
-        notify = self._paths.notify(engine)
         env = {**self.env, "PORT": str(port)}
         if config.ready is not None and config.ready.notify:
-            env["NOTIFY_SOCKET"] = str(notify)
+            notify = self._notify[engine] = NotifySocket(self._paths.notify(engine))
+            env["NOTIFY_SOCKET"] = str(notify.path)
         return Launch(
             worker=config.name,
             env=env,
@@ -179,45 +183,40 @@ class CommandRecipe:
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,
-            extra_files=(notify,),
         )
 
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None:
         """Probe until ready. A start that takes too long is the policy's to end: this one only looks."""
         port = self._ports.pop(process.id)
-        if process.pid is None:
-            return
-        probing = asyncio.ensure_future(self._probe(process, port))
-        gone = asyncio.ensure_future(process.gone())
+        notify = self._notify.pop(process.id, None)
         try:
-            await asyncio.wait({probing, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if probing.done() and probing.exception() is None:
-                tell(m.Ready(process.id, f"http://127.0.0.1:{port}"))
-        finally:
-            for task in (probing, gone):
-                task.cancel()
-            await asyncio.gather(probing, gone, return_exceptions=True)
-
-    async def _probe(self, process: EngineProcess, port: int) -> None:
-        ready = self.config.ready
-        timeout_s = self.config.health.startup
-        notify: NotifySocket | None = None
-        probe: Probe
-        if ready is None:
-            return
-        if ready.http is not None:
-            probe = HttpProbe(f"http://127.0.0.1:{port}{ready.http}")
-        elif ready.exec is not None:
-            probe = ExecProbe(
-                [word.replace("{port}", str(port)) for word in ready.exec], env={**self.env, "PORT": str(port)}, cwd=self.config.cwd
-            )
-        elif ready.log is not None:
-            probe = LogProbe(self._scribe.watch(process.id, ready.log))
-        else:
-            notify = NotifySocket(self._paths.notify(process.id))
-            probe = notify
-        try:
-            await wait_ready(probe, timeout_s=timeout_s)
+            if process.pid is None:
+                return
+            probe = notify or self._probe(process.id, port)
+            waiting = asyncio.ensure_future(wait_ready(probe, interval_s=PROBE_S, timeout_s=self.config.health.startup))
+            gone = asyncio.ensure_future(process.gone())
+            try:
+                await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if waiting.done() and waiting.exception() is None:
+                    tell(m.Ready(process.id, f"http://127.0.0.1:{port}"))
+                    if notify is not None:  # it may say more, and must not find the socket gone
+                        await gone
+            finally:
+                for task in (waiting, gone):
+                    task.cancel()
+                await asyncio.gather(waiting, gone, return_exceptions=True)
+                if isinstance(probe, LogProbe):
+                    await probe.close()
         finally:
             if notify is not None:
                 notify.close()
+
+    def _probe(self, engine: str, port: int) -> Probe:
+        config, ready = self.config, self.config.ready
+        if ready is not None and ready.exec is not None:
+            argv = [word.replace("{port}", str(port)) for word in ready.exec]
+            return ExecProbe(argv, env={**self.env, "PORT": str(port)}, cwd=config.cwd)
+        if ready is not None and ready.log is not None:
+            return LogProbe(self._scribe.watch(engine, ready.log))
+        path = ready.http if ready is not None and ready.http is not None else "/"
+        return HttpProbe(f"http://127.0.0.1:{port}{path}")

@@ -75,6 +75,8 @@ class Upkeep:
         """Why the worker is not healthy, for people; empty when it is."""
         if self.state is WorkerState.DOWN:
             return self.down_reason
+        if self.state is WorkerState.RECOVERING and self.timeline is not None and not self._service.in_a_row:
+            return f"{self.timeline.old}: {self.timeline.recovery.cause}"
         if self.state in (WorkerState.BACKOFF, WorkerState.RECOVERING, WorkerState.STARTING):
             return self.last_failure
         if self.state is WorkerState.DEGRADED:
@@ -349,6 +351,8 @@ class Upkeep:
         state = self._worker_state(now_s)
         if state is not self.state:
             was, self.state = self.state, state
+            if state is WorkerState.HEALTHY:
+                self.last_failure = ""
             level = "error" if state is WorkerState.DOWN else "info" if state in _CALM else "warning"
             text = f"{self.settings.name} is {state.value}" + (f": {self.reason}" if self.reason else "")
             self._do(m.Announce("worker.state", text, level, epoch=self.epoch, data={"state": state.value, "was": was.value}))

@@ -134,9 +134,11 @@ class WorkerPolicy(Upkeep):
         if engine.stop is not None:
             return
         match beat.state:
-            case EngineState.LOADING | EngineState.WARMING | EngineState.PARKED if engine.epoch == 0:
+            case EngineState.LOADING | EngineState.WARMING if engine.epoch == 0 and engine.parked_s is None:
                 self._set_state(engine, beat.state)
-                if beat.state is EngineState.PARKED and engine.parked_s is None:
+            case EngineState.PARKED if engine.epoch == 0:
+                self._set_state(engine, beat.state)
+                if engine.parked_s is None:
                     self._parked(engine, now_s)
             case EngineState.ACTIVE | EngineState.DRAINING if engine.id != self.succession.active:
                 self._condemn(engine, "serves without an order", now_s)
