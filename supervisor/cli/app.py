@@ -19,6 +19,10 @@ INTERRUPTED = 130
 """128 + SIGINT, what shells expect."""
 
 
+class OutputClosed(Exception):
+    """Raised when whoever read our output has enough (``| head``)."""
+
+
 class LazyGroup(click.Group):
     """Imports a verb's module when the verb is used; ``--help`` imports none."""
 
@@ -43,6 +47,15 @@ class LazyGroup(click.Group):
             near = difflib.get_close_matches(args[0], VERBS, n=1)
             ctx.fail(f"no such verb {args[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> object:
+        # click would answer these itself: with an empty line, and with exit code 1.
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.Abort from None
+        except BrokenPipeError:
+            raise OutputClosed from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in dict.fromkeys(verb.section for verb in VERBS.values()):
@@ -95,8 +108,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         tell(error.message, error.hint)
         code = getattr(error, "exit_code", ExitCode.FAILED)
         return int(code)
-    except BrokenPipeError:
-        # Whoever read our output has enough (`| head`). Nothing may be flushed into the pipe at exit either.
+    except (OutputClosed, BrokenPipeError):
+        # Nothing may be flushed into the pipe at exit either.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.DONE

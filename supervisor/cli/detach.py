@@ -114,15 +114,16 @@ def _watch(pipe: int, runtime_dir: Path, log: Path, *, wait: bool) -> int:
         found = _status(runtime_dir)
         if found is None:
             continue
-        pid = (found.get("node") or {}).get("pid")
+        node = found.get("node") or {}
+        pid = node.get("pid")
         states = {str(worker.get("name")): str(worker.get("state")) for worker in found.get("workers") or []}
-        if not wait:
+        if not wait and node.get("state") != "starting":
             click.echo(f"started: pid {pid}, in {runtime_dir}")
             return ExitCode.DONE
-        if states and all(state == "healthy" for state in states.values()):
+        if wait and states and all(state == "healthy" for state in states.values()):
             click.echo(f"healthy after {time.monotonic() - began_s:.1f} s: pid {pid}, in {runtime_dir}")
             return ExitCode.DONE
-        for worker in found.get("workers") or []:
+        for worker in (found.get("workers") or []) if wait else ():
             if worker.get("state") in ("down", "stopped"):
                 reason = f": {worker['reason']}" if worker.get("reason") else ""
                 raise SupervisorError(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shadowsup.supervisor.cli.node import ask
-from shadowsup.supervisor.cli.output import Column, count, echo_json, milliseconds, output_option, table
+from shadowsup.supervisor.cli.output import Column, count, echo_json, milliseconds, output_option, table, width
 
 
 @click.command()
@@ -19,7 +19,7 @@ from shadowsup.supervisor.cli.output import Column, count, echo_json, millisecon
 def recoveries(ctx: click.Context, worker: str | None, last: int | None, output: str) -> None:
     """Show each failover, of one WORKER or of all, with its timeline in milliseconds.
 
-    DETECT runs from the last sign of life to the verdict; the other columns run from the verdict.
+    DETECT runs from the last sign of life to the verdict; the other columns run from the verdict. A wide terminal, and -o json, show more.
     """
     found = ask(ctx, "recoveries")
     kept = [recovery for recovery in found.get("recoveries") or [] if worker in (None, recovery.get("worker"))]
@@ -31,34 +31,36 @@ def recoveries(ctx: click.Context, worker: str | None, last: int | None, output:
 
 
 _STEPS = ("detect", "freeze", "promote", "first_token", "fence", "refill")
-_COLUMNS = (
-    Column("AT"),
-    Column("WORKER", shrink=True),
-    Column("KIND"),
-    Column("CAUSE", shrink=True),
-    *(Column({"first_token": "TOKEN"}.get(step, step.upper()), right=True) for step in _STEPS),
-    Column("KEPT", right=True),
-    Column("RESUMED", right=True),
-)
+_WIDE = 110
+"""Columns of a terminal that has room for everything."""
 
 
 def render(found: list[dict[str, Any]]) -> str:
     """Return the recoveries for people, oldest first."""
     if not found:
         return "no recoveries"
+    wide = width() >= _WIDE
+    steps = [step for step in _STEPS if wide or step != "freeze"]
+    columns = [
+        Column("AT"),
+        Column("WORKER", shrink=True),
+        Column("KIND"),
+        Column("CAUSE", shrink=True),
+        *(Column("TOKEN" if step == "first_token" else step.upper(), right=True) for step in steps),
+        *((Column("KEPT", right=True), Column("RESUMED", right=True)) if wide else ()),
+    ]
     rows = [
         (
             clock(recovery.get("ts")),
             recovery.get("worker"),
             recovery.get("kind"),
             recovery.get("cause"),
-            *(milliseconds(recovery.get(f"{step}_ms")) for step in _STEPS),
-            count(recovery.get("blocks_kept")),
-            count(recovery.get("requests_resumed")),
+            *(milliseconds(recovery.get(f"{step}_ms")) for step in steps),
+            *((count(recovery.get("blocks_kept")), count(recovery.get("requests_resumed"))) if wide else ()),
         )
         for recovery in found
     ]
-    return table(_COLUMNS, rows)
+    return table(columns, rows)
 
 
 def clock(ts: object) -> str:
