@@ -60,6 +60,10 @@ def _take_descriptors(given: Inheritance) -> int:
     os.dup2(nothing, 0)
     os.dup2(given.stdout, 1)
     os.dup2(given.stderr, 2)
+    # New objects over them: the old ones remember what their files were (seekable, buffering).
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for fd in sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
         if fd > 2 and fd != given.lifeline:
             try:

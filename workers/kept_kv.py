@@ -6,7 +6,7 @@ import os
 
 from shadowsup.memkeeper.client import HandleSet, KeeperClient
 from shadowsup.memkeeper.ledger import LedgerReader, LedgerWriter, initialise, ledger_size
-from shadowsup.memkeeper.protocol import Fingerprint
+from shadowsup.memkeeper.protocol import Fingerprint, Kind
 from shadowsup.workers.api import KvGeometry
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.mapping import round_up
@@ -16,6 +16,9 @@ MAX_SLAB = 64 * 1024**3
 
 HASHING = "blake2b-128-chained-1"
 """How blocks are named; part of the fingerprint, so that an index made in another way is a miss."""
+
+
+_ASK_TIMEOUT_S = 5.0
 
 
 def fingerprint(weights: Fingerprint | None, geometry: KvGeometry) -> Fingerprint:
@@ -98,23 +101,69 @@ class KeptKv:
         slabs = self._handles.slabs
         arena.map_segments([slab.fd for slab in slabs], [slab.manifest.size for slab in slabs])
 
-    def renew(self) -> None:
+    def renew(self, *, owner: int, epoch: int) -> None:
         """Leave the blocks that cannot be trusted and take fresh ones, with an empty ledger.
 
+        The old ledger is emptied first, in ``epoch``: a shadow that still holds it must not be promoted over what it says.
+
         Raises:
-            OutOfMemory: the keeper cannot create them.
+            LedgerLost: somebody is the owner in this epoch, or a later one, already.
+            OutOfMemory: the keeper cannot create fresh segments.
             KeeperError: the keeper refuses or is not there.
         """
+        writer = self.take(owner=owner, epoch=epoch)
+        writer.invalidate(writer.entries().ids)
+        writer.close()
         self._close_handles()
-        self._keeper.drop(self._handles.set_id)  # first: both sets may not fit
+        self._keeper.drop(self._handles.set_id)  # before: both sets may not fit
         self._handles = self._get(fresh=True)
         self.reader = LedgerReader(self._handles.ledger.fd)
+
+    def replaced(self) -> HandleSet | None:
+        """Ask the keeper whether this worker has a newer set with this fingerprint (another engine took fresh blocks); any thread.
+
+        Returns:
+            the newer set, for `follow_to`; None while ours is the newest, or the keeper does not know better.
+
+        Raises:
+            KeeperError: the keeper refuses or is not there.
+        """
+        ours = self._handles.set_id
+        newest = {
+            one.manifest.set_id
+            for one in self._keeper.list(timeout_s=_ASK_TIMEOUT_S)
+            if one.manifest.kind is Kind.LEDGER and one.manifest.worker == self._worker and not one.superseded
+            if one.manifest.fingerprint == self._fingerprint
+        }
+        if not newest or ours in newest:
+            return None
+        handles = self._get(fresh=False, timeout_s=_ASK_TIMEOUT_S)
+        if handles.set_id == ours or handles.created:
+            handles.close()
+            return None
+        return handles
+
+    def follow_to(self, handles: HandleSet) -> str:
+        """Hold ``handles`` in place of what was held; parked engines only. Returns the id of the old set, whose lease is to be dropped."""
+        old = self._handles.set_id
+        self._close_handles()
+        self._handles = handles
+        self.reader = LedgerReader(handles.ledger.fd)
+        return old
+
+    def drop(self, set_id: str) -> None:
+        """End the lease on a set that is not held any more; any thread.
+
+        Raises:
+            KeeperError: the keeper refuses or is not there.
+        """
+        self._keeper.drop(set_id)
 
     def close(self) -> None:
         """Close the descriptors; what is mapped stays mapped, the lease ends with the keeper's connection. Idempotent."""
         self._close_handles()
 
-    def _get(self, *, fresh: bool) -> HandleSet:
+    def _get(self, *, fresh: bool, timeout_s: float | None = None) -> HandleSet:
         return self._keeper.get_kv(
             self._worker,
             self._fingerprint,
@@ -123,6 +172,7 @@ class KeptKv:
             device=self._device,
             ledger_meta={"blocks": str(self._geometry.blocks), "block_tokens": str(self._geometry.block_tokens)},
             fresh=fresh,
+            timeout_s=timeout_s,
         )
 
     def _close_handles(self) -> None:

@@ -41,6 +41,7 @@ from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import ExitCode, WorkerError
 from shadowsup.workers.heartbeat import Heart, Vitals
 from shadowsup.workers.intake import Intake
+from shadowsup.workers.kv_watch import KvWatch
 from shadowsup.workers.leaving import Leave, Leaving
 from shadowsup.workers.lifeline import Lifeline
 from shadowsup.workers.link import LinkServer
@@ -58,7 +59,7 @@ STALLED_S = 0.01
 KV_COUNTS_S = 0.1
 """How often beats get new block counts; counting is not free."""
 
-_CLOSING = ("link", "engine", "arena", "kv", "keeper")
+_CLOSING = ("link", "watch", "engine", "arena", "kv", "keeper")
 """Nobody is sent anything any more; then the engine, before the memory under its tensors."""
 
 log = logging.getLogger("shadowsup.engine")
@@ -96,6 +97,7 @@ class EngineProcess:
         self._engine: Engine
         self._keeper: KeeperClient
         self._kv: kept_kv.KeptKv
+        self._watch: KvWatch
         self._arena: KvArena
         self._intake: Intake
         self._link: LinkServer
@@ -132,6 +134,8 @@ class EngineProcess:
             self._bell.wait(FOLLOW_S)
             self._obey(priority)
             if self._writer is None:
+                if self._watch.catch_up():
+                    log.info("another engine took fresh KV blocks: following those")
                 self._refuse(self._intake.take(EngineState.PARKED, 0))
                 self._engine.follow(self._kv.reader)
         self._stage = "step"
@@ -179,6 +183,9 @@ class EngineProcess:
         )
         self._open["link"] = self._link.close
         self._link.start()
+        self._watch = KvWatch(self._kv, self._bell.ring)
+        self._open["watch"] = self._watch.stop
+        self._watch.start()
         self._engine.follow(self._kv.reader)
         # Descriptors of a dying process are closed newest first: the lifeline once more, now that everything else is open.
         self._lifeline.renew()
@@ -257,8 +264,10 @@ class EngineProcess:
         self._stage = "promote"
         self._state(EngineState.PROMOTING)
         priority.restore()
+        self._watch.catch_up()
+        self._watch.stop()
         if not order.keep_kv:
-            self._kv.renew()
+            self._kv.renew(owner=self._spec.seq, epoch=order.epoch)
         started = time.perf_counter()
         writer = self._kv.take(owner=self._spec.seq, epoch=order.epoch)
         taken = time.perf_counter()

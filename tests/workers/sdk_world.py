@@ -127,9 +127,10 @@ class Supervisor:
         beat: Beat = self.expect(lambda report: isinstance(report, Beat) and report.engine == engine.id and report.state is state)
         return beat
 
-    def promote(self, engine: Engine, epoch: int, **options: bool) -> Promoted:
-        self.order(engine, Promote(epoch=epoch, **options))
-        promoted: Promoted = self.expect(lambda report: isinstance(report, Promoted) and report.engine == engine.id)
+    def promote(self, engine: Engine | str, epoch: int, **options: bool) -> Promoted:
+        name = engine if isinstance(engine, str) else engine.id
+        self.order(name, Promote(epoch=epoch, **options))
+        promoted: Promoted = self.expect(lambda report: isinstance(report, Promoted) and report.engine == name)
         return promoted
 
 

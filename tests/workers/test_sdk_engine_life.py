@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sdk_world import Stream, World, run_streams, submit
 
+from shadowsup.memkeeper.protocol import Kind
 from shadowsup.wire.engine import Beat, Drain, EngineState, Failed, Fence, Fenced, FirstToken, Phase, Promote, Promoted, Release, Stop
 from shadowsup.wire.link import Cancel, Rejected, Sampling, Submit, Token
 from shadowsup.workers.errors import ExitCode
@@ -137,6 +138,49 @@ def test_promotion_without_the_kept_blocks_recomputes_everything(world: World) -
     assert successor.pump(streams, lambda: streams["a"].done)
     assert streams["a"].cached[-1] == 0
     assert streams["a"].text == expected.text
+
+
+def test_a_shadow_parked_before_fresh_blocks_were_taken_goes_over_to_them(world: World) -> None:
+    request = submit("a", LONG, max_tokens=120)
+    expected = undisturbed(world, [request])["a"]
+    first, gateway = world.active(1, args=SLOW)
+    second, third = world.parked(2, args=SLOW), world.parked(3)
+    streams = {"a": Stream(request)}
+    gateway.send(request)
+    assert gateway.pump(streams, lambda: len(streams["a"].ids) >= 20)
+    first.kill()
+    gateway.pump(streams, lambda: False)
+    assert world.supervisor.promote(second, 2, keep_kv=False).blocks_kept == 0
+    successor = world.gateway(second)
+    successor.send(streams["a"].replay(2))
+    client = world.keeper_client()
+    assert successor.pump(streams, lambda: len(streams["a"].ids) >= 60)
+
+    def held() -> list[tuple[str, ...]]:
+        return [one.leases for one in client.list() if one.manifest.kind is Kind.LEDGER and one.manifest.worker == "chat"]
+
+    world.supervisor.expect(lambda report: held() == [("chat.2", "chat.3")])  # the old set is freed, the new one held by both
+    client.close()
+    second.kill()
+    successor.pump(streams, lambda: False)
+    tokens = len(streams["a"].prompt_ids) + len(streams["a"].ids)
+    assert world.supervisor.promote(third, 3).blocks_kept >= (tokens - 1) // 16
+    last = world.gateway(third)
+    last.send(streams["a"].replay(3))
+    assert last.pump(streams, lambda: streams["a"].done)
+    assert streams["a"].text == expected.text
+
+
+def test_blocks_that_were_given_up_are_never_trusted_again(world: World) -> None:
+    """Even by a shadow that has not heard of the fresh ones: no keeper could tell it."""
+    first, gateway = world.active(1)
+    run_streams(gateway, [submit("a", LONG, max_tokens=20)])
+    second, third = world.parked(2), world.parked(3)
+    first.kill()
+    world.supervisor.promote(second, 2, keep_kv=False)
+    world.keeper.kill()
+    second.kill()
+    assert world.supervisor.promote(third, 3).blocks_kept == 0
 
 
 def test_an_owner_that_was_only_paused_says_nothing_more_and_exits_with_its_own_status(world: World) -> None:
