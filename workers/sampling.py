@@ -45,7 +45,11 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     Args:
         logits: (rows, vocabulary), any float type; overwritten where it is float32.
     """
-    logits = logits.float()
+    with torch.inference_mode():
+        return _sample(logits.float(), rows)
+
+
+def _sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     _penalise(logits, rows)
     _hold_eos(logits, rows)
     drawn = [at for at, row in enumerate(rows) if row.sampling.temperature > 0.0]

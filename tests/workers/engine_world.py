@@ -1,13 +1,13 @@
-"""A transformers engine in this process, over a real keeper, real segments and a real ledger; what the runtime does, without its sockets."""
+"""A transformers engine in this process over a real keeper, segments and ledger: what the runtime does, without its sockets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-from sdk_world import Stream
+from sdk_world import Keeper, Stream
 
 from shadowsup.memkeeper.client import KeeperClient
 from shadowsup.memkeeper.ledger import LedgerWriter
@@ -94,7 +94,7 @@ class Died:
 class Host:
     """One engine, parked after construction. ``streams``: what its clients have got."""
 
-    def __init__(self, keeper_socket: str, engine_spec: EngineSpec, factory: Factory = TransformersEngine) -> None:
+    def __init__(self, keeper_socket: str, engine_spec: EngineSpec, factory: Factory = TransformersEngine, *, worker: str = "chat") -> None:
         self.spec = engine_spec
         self.keeper = KeeperClient(keeper_socket, engine_spec.engine)
         self.engine = factory()
@@ -107,7 +107,7 @@ class Host:
             self.engine.load(engine_spec, store, lambda words: None)
             geometry = self.engine.geometry()
             mark = fingerprint(store.fingerprint, geometry)
-            self.kv = KeptKv(self.keeper, worker="chat", device="host", geometry=geometry, fingerprint=mark)
+            self.kv = KeptKv(self.keeper, worker=worker, device="host", geometry=geometry, fingerprint=mark)
             self.arena = KvArena.reserve(self.kv.size)
             self.arena.map_scratch()
             self.engine.warm(self.arena)
@@ -180,9 +180,29 @@ def resume(host: Host, died: Died, epoch: int) -> None:
     host.streams = {**died.streams, **host.streams}
 
 
-def texts(streams: Iterable[Stream]) -> list[str]:
-    return [stream.text for stream in streams]
+def keeper_process() -> Iterator[str]:
+    """A keeper for a module's tests (wrap it in a fixture of that scope); yields its socket."""
+    with tempfile.TemporaryDirectory(prefix="ssup-") as folder:
+        keeper = Keeper(f"{folder}/keeper.sock")
+        try:
+            yield keeper.path
+        finally:
+            keeper.kill()
 
 
-def with_epoch(request: Submit, epoch: int) -> Submit:
-    return msgspec.structs.replace(request, epoch=epoch)
+class Hosts:
+    """Engines of one test, all closed at its end; weights are shared through one keeper, the KV of each test is its own worker's."""
+
+    def __init__(self, keeper_socket: str, worker: str) -> None:
+        self.keeper_socket = keeper_socket
+        self.worker = worker
+        self.open: list[Host] = []
+
+    def start(self, engine_spec: EngineSpec, factory: Factory = TransformersEngine) -> Host:
+        host = Host(self.keeper_socket, engine_spec, factory, worker=self.worker)
+        self.open.append(host)
+        return host
+
+    def close(self) -> None:
+        for host in self.open:
+            host.close()

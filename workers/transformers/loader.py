@@ -178,7 +178,9 @@ def _build_dummy(config: Any, dtype: torch.dtype) -> Any:
 
     # Parameters on meta, buffers computed: those cannot be made up.
     with init_empty_weights(include_buffers=False):
-        return _build(config, dtype)
+        model = _build(config, dtype)
+    model.tie_weights()  # each parameter has been replaced by one of its own
+    return model
 
 
 def _build(config: Any, dtype: torch.dtype | None) -> Any:
