@@ -43,9 +43,13 @@ class OwnedFd:
         fd, self._fd = self._fd, -1
         return fd
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Close now, whoever still refers to it. Idempotent."""
         if self._fd >= 0:
-            os.close(self._fd)
+            os.close(self.detach())
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Channel:

@@ -152,8 +152,8 @@ class Hub:
                 connection.requests.extend(map(p.decode_request, connection.channel.receive()))
                 if len(connection.requests) > _MAX_QUEUED:
                     raise ProtocolError("it sends requests without waiting for answers")
-                if connection.channel.untaken and not connection.vault:
-                    raise ProtocolError("it sends fds, which only the vault may")
+                if connection.channel.untaken > p.MAX_FDS and not connection.vault:
+                    raise ProtocolError("it sends fds that no frame names")
         except (ChannelClosed, ProtocolError, msgspec.MsgspecError) as error:
             self.close(connection, str(error))
         else:

@@ -172,6 +172,8 @@ class Keeper:
     def _handle(self, connection: Connection, request: p.ToKeeper) -> None:
         if isinstance(request, p.Hello) != (not connection.client):
             raise ProtocolError("a connection begins with one hello")
+        if connection.channel.untaken and not (connection.vault or (isinstance(request, p.Hello) and request.vault)):
+            raise ProtocolError("only the vault sends fds")
         if isinstance(request, _FROM_ENGINE if connection.vault else _FROM_VAULT):
             raise KeeperError("this request is not for a connection of this kind", "orders are the vault's, leases are engines'")
         match request:
