@@ -33,7 +33,8 @@ print(); print(json.dumps({"executable": sys.executable, "version": list(sys.ver
 def make_pypath(runtime_dir: Path) -> Path:
     """Create ``runtime_dir/pypath`` with links to the engine side of this package; return it, to be PYTHONPATH. Idempotent.
 
-    Putting our site-packages there instead would shadow the other environment's own packages with ours.
+    Putting our site-packages there instead would shadow the other environment's own packages with ours. Set PYTHONSAFEPATH=1 with it:
+    ``-m`` puts the working folder in front of the path otherwise, and what lies there is anyone's.
 
     Raises:
         SupervisorError: it cannot be written.

@@ -120,9 +120,10 @@ class Scribe:
         self._selector.close()
 
     def _idle_for_long(self) -> bool:
+        now_s = self._clock()
         if self._streams or self._channels:
-            self._idle_since = self._clock()
-        return self._clock() - self._idle_since > IDLE_S
+            self._idle_since = now_s
+        return now_s - self._idle_since > IDLE_S
 
     # --- pipes ----------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,89 @@
+"""The list of processes that the next supervisor finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shadowsup.supervisor import identity as ids
+from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.identity import Identity
+from shadowsup.supervisor.registry import Entry, Registry
+
+
+def me() -> Identity:
+    identity = ids.of(os.getpid())
+    assert identity is not None
+    return identity
+
+
+def test_recorded_processes_that_still_run_are_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "processes.json"
+    registry = Registry(path)
+    entry = Entry(identity=me(), what="engine", engine="chat.1", tag="demo/chat.1/x", pgid=os.getpgrp(), data={"link": "/l"})
+    registry.record(entry)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for gone in (
+        Identity(pid=me().pid, start_time=me().start_time - 1, boot_id=me().boot_id),
+        Identity(pid=me().pid, start_time=me().start_time, boot_id="another boot"),
+        Identity(pid=2**22 - 1, start_time=1, boot_id=me().boot_id),
+    ):
+        registry.record(Entry(identity=gone, what="engine"))
+    successor = Registry(path)
+    assert successor.leftovers() == (entry,)
+    assert successor.entries == (entry,)
+    successor.forget(entry.identity)
+    successor.forget(entry.identity)
+    assert Registry(path).leftovers() == ()
+
+
+def test_recording_again_replaces(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "processes.json")
+    registry.record(Entry(identity=me(), what="engine", data={"epoch": "1"}))
+    registry.record(Entry(identity=me(), what="engine", data={"epoch": "2"}))
+    assert [entry.data for entry in Registry(tmp_path / "processes.json").leftovers()] == [{"epoch": "2"}]
+
+
+def test_first_start_has_no_leftovers(tmp_path: Path) -> None:
+    assert Registry(tmp_path / "processes.json").leftovers() == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99, "processes": []}'])
+def test_list_that_cannot_be_understood_stops_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / "processes.json").write_text(text)
+    with pytest.raises(SupervisorError) as caught:
+        Registry(tmp_path / "processes.json").leftovers()
+    assert caught.value.hint
+
+
+def test_list_that_cannot_be_written_is_said_and_leaves_no_half_file(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "nowhere" / "processes.json")
+    with pytest.raises(SupervisorError, match="cannot write"):
+        registry.record(Entry(identity=me(), what="engine"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writer_killed_at_any_instant_leaves_a_whole_list(tmp_path: Path) -> None:
+    path = tmp_path / "processes.json"
+    code = f"""
+from pathlib import Path
+import os
+from shadowsup.supervisor import identity as ids
+from shadowsup.supervisor.registry import Entry, Registry
+registry, me = Registry(Path({str(path)!r})), ids.of(os.getppid())
+for n in range(10**9):
+    registry.record(Entry(identity=me, what="engine", engine="x" * (n % 5000)))
+    if n == 0: print(flush=True)
+"""
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            writer.send_signal(signal.SIGKILL)
+        (entry,) = Registry(path).leftovers()
+        assert entry.identity == me()
