@@ -1,4 +1,4 @@
-"""The processes that `gpu_facts.py` and the GPU tests start, look at and kill: ``python benchmarks/gpu_child.py ROLE SOCKET_FD``.
+"""The processes that `gpu_facts.py` and the GPU tests start, look at and kill: ``gpu_child.py ROLE SOCKET_FD LIFELINE_FD LIFELINE_FD``.
 
 Each speaks JSON lines over an inherited Unix socket; descriptors of memory come with them. Roles:
 
@@ -238,6 +238,9 @@ def _cuda_descriptors() -> list[int]:
 
 def main() -> None:
     peer = Peer(socket.socket(fileno=int(sys.argv[2])))
+    for least, given in zip((3, 950), sys.argv[3:], strict=True):
+        fcntl.fcntl(int(given), fcntl.F_DUPFD_CLOEXEC, least)
+        os.close(int(given))
     try:
         {"exporter": exporter, "engine": engine}[sys.argv[1]](peer)
     except EOFError:

@@ -23,15 +23,18 @@ CHILD = Path(__file__).with_name("gpu_child.py")
 
 
 class Child:
-    """A process of `gpu_child` with its socket. ``lifeline``: our end of a socket that it has had since before it was started."""
+    """A process of `gpu_child` with its socket. ``early``: our ends of two lifelines that it has since before it imported anything of
+    CUDA, at a low and at a high number."""
 
     def __init__(self, role: str) -> None:
         ours, theirs = socket.socketpair()
-        self.lifeline, line = socket.socketpair()
-        command = [sys.executable, str(CHILD), role, str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), line.fileno()])
-        theirs.close()
-        line.close()
+        pairs = [socket.socketpair() for _ in range(2)]
+        self.early = [pair[0] for pair in pairs]
+        given = [theirs, *(pair[1] for pair in pairs)]
+        numbers = [end.fileno() for end in given]
+        self.process = subprocess.Popen([sys.executable, str(CHILD), role, *map(str, numbers)], pass_fds=numbers)
+        for end in given:
+            end.close()
         self.peer = Peer(ours)
 
     def ask(self, do: str, fds: list[int] | None = None, **arguments: Any) -> dict[str, Any]:
@@ -50,7 +53,8 @@ class Child:
         self.process.kill()
         self.process.wait()
         self.peer.socket.close()
-        self.lifeline.close()
+        for line in self.early:
+            line.close()
 
 
 def start_exporter() -> tuple[Child, dict[str, Any]]:

@@ -1,16 +1,21 @@
 """The engine's end of its lifeline: a socket that nobody writes to, whose end of file tells the supervisor that this process is dead.
 
-Linux closes the files of a dying process newest first. A descriptor made before CUDA was initialised is closed only after the driver has
-torn its contexts down (41 to 55 ms on an H200, one made afterwards 0.2 to 0.7 ms). Hence `Lifeline.renew`: a new descriptor once the
-engine is up. A child of the engine (data loader, helper) must not keep the line open after the engine's death, so every fork closes it.
-The other direction means nothing: an engine outlives its supervisor.
+Linux closes the files of a dying process by descending number (task work runs last in, first out), and CUDA's device files take the driver
+tens of milliseconds each way: a line whose number is below theirs ends 23 to 55 ms after a SIGKILL, one above them 0.3 to 0.7 ms (H200,
+`benchmarks/gpu_facts.py`). Hence `Lifeline.renew`: a number above all others. A child of the engine (data loader, helper) must not keep the
+line open after the engine's death, so every fork closes it. The other direction means nothing: an engine outlives its supervisor.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import weakref
+
+_TOP = 4096
+"""Numbers below this, or below the limit of this process: the kernel's table of descriptors grows to the highest one in use."""
+_ROOM = 16
 
 
 class Lifeline:
@@ -23,9 +28,9 @@ class Lifeline:
         _open.add(self)
 
     def renew(self) -> None:
-        """Make the line this process's newest descriptor. It is never closed in between."""
+        """Give the line a number above all that this process will open. It is never closed in between."""
         if self._fd >= 0:
-            older, self._fd = self._fd, fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 3)
+            older, self._fd = self._fd, _duplicate_high(self._fd)
             os.close(older)
 
     def close(self) -> None:
@@ -33,6 +38,15 @@ class Lifeline:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _duplicate_high(fd: int) -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    top = _TOP if limit == resource.RLIM_INFINITY else min(limit, _TOP)
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(3, top - _ROOM))
+    except OSError:  # all of them are taken: any number is better than none
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
 
 
 _open: weakref.WeakSet[Lifeline] = weakref.WeakSet()

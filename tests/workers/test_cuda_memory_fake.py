@@ -141,7 +141,7 @@ def test_one_scratch_allocation_backs_the_whole_arena(size: int) -> None:
     arena.map_scratch()
     assert len({handle for _, handle in mapper.mapped.values()}) == 1
     assert sum(n for n, _ in mapper.mapped.values()) >= size
-    assert sum(mapper.handles.values()) <= arena_cuda.SCRATCH
+    assert sum(mapper.handles.values()) <= arena_cuda.MAX_SCRATCH
     assert set(mapper.access.values()) == {Access.READ_WRITE}
     arena.close()
     assert (mapper.reserved, mapper.mapped, mapper.handles) == ({}, {}, {})
@@ -161,14 +161,24 @@ def test_segments_take_the_place_of_scratch_at_the_same_address_with_one_unmap()
     arena.close()
 
 
-def test_imported_handles_are_released_once_mapped_and_scratch_when_asked() -> None:
+def test_imported_handles_and_scratch_are_released_once_the_segments_are_mapped() -> None:
     mapper = FakeMapper(segments={10: 256 * MIB})
     arena = CudaArena(256 * MIB, DEVICE, mapper)
     arena.map_scratch()
     arena.map_segments([10], [256 * MIB])
-    assert list(mapper.handles.values()) == [256 * MIB], "only scratch is left: nothing is freed on the promotion path"
-    arena.release_scratch()
     assert mapper.handles == {}
+    arena.map_scratch()
+    assert len(mapper.handles) == 1, "an arena may be parked again"
+    arena.close()
+
+
+@pytest.mark.parametrize("gib", [1, 40, 64, 140])
+def test_scratch_is_mapped_few_times_and_stays_small(gib: int) -> None:
+    mapper = FakeMapper()
+    arena = CudaArena(gib * 1024 * MIB, DEVICE, mapper)
+    arena.map_scratch()
+    assert len(mapper.mapped) <= max(arena_cuda.SCRATCH_MAPS, gib * 2)
+    assert sum(mapper.handles.values()) <= arena_cuda.MAX_SCRATCH
     arena.close()
 
 
