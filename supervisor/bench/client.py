@@ -10,6 +10,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+IN_FLIGHT_S = 0.05
+"""How long after a kill text of the dead engine may still arrive."""
+
 
 @dataclass(kw_only=True)
 class Stream:
@@ -40,13 +43,16 @@ class Stream:
         return self.arrivals[0] - self.sent_s if self.arrivals else None
 
     def resumed_after(self, moment_s: float) -> float | None:
-        """Seconds from ``moment_s`` to the end of the longest silence that ends after it; None when nothing came any more.
+        """Seconds from ``moment_s`` (a kill) to the first token of the successor; None when nothing came any more.
 
-        Text that was already on its way when the engine died arrives just after ``moment_s``; the silence that counts is the one behind it.
+        Text that was already on its way when the engine died arrives just after the kill. So it is the end of the longest silence among those
+        that begin before ``moment_s`` + `IN_FLIGHT_S`; what stalls the stream later is in `longest_gap_s`.
         """
         previous = max((at for at in self.arrivals if at <= moment_s), default=self.sent_s)
         longest, resumed = 0.0, None
         for at in (at for at in self.arrivals if at > moment_s):
+            if previous > moment_s + IN_FLIGHT_S:
+                break
             if at - previous > longest:
                 longest, resumed = at - previous, at - moment_s
             previous = at

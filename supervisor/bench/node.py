@@ -73,9 +73,11 @@ class Node:
         return answer
 
     async def worker(self, name: str | None = None) -> dict[str, Any]:
-        workers = (await self.status())["workers"]
-        found: dict[str, Any] = next(worker for worker in workers if name in (None, worker["name"]))
-        return found
+        for found in (await self.status())["workers"]:
+            if name in (None, found["name"]):
+                answer: dict[str, Any] = found
+                return answer
+        raise SupervisorError(f"the node has no worker {name or 'yet'}")
 
     async def wait_for(self, state: str, worker: str | None = None, timeout_s: float = 120.0) -> dict[str, Any]:
         """Wait until a worker's state is ``state``; return its part of the status.
