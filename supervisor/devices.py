@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from shadowsup.memkeeper.device_use import Unanswered, run_bounded
-from shadowsup.supervisor.config import gpus as ids
-from shadowsup.supervisor.config.gpus import GpuIdentity
 from shadowsup.supervisor.errors import SupervisorError
 
 T = TypeVar("T")
@@ -145,7 +143,9 @@ def resolve(names: Sequence[str], gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     Raises:
         DeviceError: a name is unknown, ambiguous, given twice in whatever spelling, or names a GPU that cannot be shared or is divided.
     """
-    known = [GpuIdentity(index=gpu.index, uuid=gpu.uuid, mig_enabled=gpu.mig_enabled) for gpu in gpus]
+    from shadowsup.supervisor.config import gpus as ids  # here: the child that asks NVML needs nothing of the config
+
+    known = [ids.GpuIdentity(index=gpu.index, uuid=gpu.uuid, mig_enabled=gpu.mig_enabled) for gpu in gpus]
     try:
         uuids = ids.resolve(names, known)
     except ValueError as error:
