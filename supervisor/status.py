@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shadowsup.supervisor.config import WorkerConfig
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart
 from shadowsup.supervisor.node_worker import WorkerOwner
-from shadowsup.supervisor.policy.model import EngineRecord
+from shadowsup.supervisor.policy.model import EngineRecord, WorkerState
 from shadowsup.supervisor.policy.part import PartState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA, Recovery
@@ -42,7 +43,10 @@ def status(node: Node) -> dict[str, Any]:
         "sensor": {"state": PartState.STOPPED.value, "pid": None},
         "gateway": gateway_status(node.gateway, node.listen),
         "scribe": scribe_status(node.scribe),
-        "workers": [worker_status(owner, node.recoveries, now_s) for owner in node.workers.values()],
+        "workers": [
+            worker_status(node.workers[worker.name], node.recoveries, now_s) if worker.name in node.workers else unstarted_status(worker)
+            for worker in node.config.workers
+        ],
         "gpus": list(node.gpus),
     }
 
@@ -115,6 +119,23 @@ def worker_status(owner: WorkerOwner, recoveries: RecoveryBook, now_s: float) ->
         "give_up_after_s": round(policy.give_up_after_s, 3),
         "desired": policy.desired.value,
         **({} if isinstance(policy, WorkerPolicy) else {"upstream": policy.upstream}),
+    }
+
+
+def unstarted_status(config: WorkerConfig) -> dict[str, Any]:
+    """Return a worker whose turn has not come yet: its model is being fetched, or the keeper is coming up."""
+    return {
+        "name": config.name,
+        "engine": config.engine.value,
+        "model": config.public_name,
+        "source": config.model or "",
+        "state": WorkerState.STARTING.value,
+        "reason": "",
+        "epoch": 0,
+        "shadows": config.shadows,
+        "engines": [],
+        "kv": kv_status(None),
+        "last_recovery": None,
     }
 
 
