@@ -16,6 +16,8 @@ from shadowsup.supervisor.runtime_dir import CONTROL_SOCKET, EVENTS_SOCKET, read
 if TYPE_CHECKING:
     import zmq
 
+_LOOK_S = 0.5
+"""While no answer comes, whether there is still somebody is looked at this often."""
 TIMEOUT_S = 5.0
 """The supervisor answers a reading verb in milliseconds, whatever its engines do."""
 
@@ -73,9 +75,11 @@ class ControlClient:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._socket.poll(round(left * 1000) + 1):
+            left_s = deadline - time.monotonic()
+            if not self._socket.poll(round(max(0.0, min(left_s, _LOOK_S)) * 1000)):
                 pid = peer_pid(self.runtime_dir)  # gone in the meantime is another answer than silent
+                if left_s > 0:
+                    continue
                 raise NoAnswer(
                     f"the supervisor{f' (pid {pid})' if pid else ''} did not answer {verb!r} in {limit_s:g} s",
                     "it may be stopped or stuck: look at it with ps; engines and clients go on without it",

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,7 @@ def test_colours_only_on_a_terminal_and_not_with_no_color(folder: Path, spawn: S
     def on_terminal(**environ: str) -> str:
         primary, secondary = pty.openpty()
         process = subprocess.Popen(
-            ["python", "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(folder), "status"],
+            [sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(folder), "status"],
             stdout=secondary,
             stderr=secondary,
             env=os.environ | {"TERM": "xterm"} | environ,
