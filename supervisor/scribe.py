@@ -11,6 +11,7 @@ import argparse
 import itertools
 import os
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -363,6 +364,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"scribe: cannot listen at {path}: {error}", file=sys.stderr)
         return 1
     inode = path.stat().st_ino
+    # A pipe for each process of the node: the soft limit (often 1024) is a default, not a decision.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     wake, signalled = socket.socketpair()
     for end in (wake, signalled):
         end.setblocking(False)
