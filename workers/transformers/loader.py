@@ -105,6 +105,8 @@ def _publish(
     spec: EngineSpec, args: Arguments, files: ModelFiles, store: WeightStore, mark: Fingerprint, device: torch.device, progress: Progress
 ) -> KeptWeights:
     config = _read_config(args, files)
+    if getattr(config, "quantization_config", None) is not None:
+        raise WorkerError(f"model {files.ref} is quantised, which is not supported", "use an unquantised or a GGUF one", fatal=True)
     with torch.device("meta"):
         refuse_unsupported(config, _build(config, None))
     dtype = _dtype(spec.dtype, config)
@@ -165,11 +167,10 @@ def _read_model(files: ModelFiles, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
             str(files.folder), dtype=dtype, local_files_only=True, trust_remote_code=False, attn_implementation=NAME, **options
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise WorkerError(f"model {files.ref} cannot be loaded: {error}", "check its files", fatal=True) from error
-    quantised = getattr(model.config, "quantization_config", None)
-    if quantised is not None and not files.gguf:  # a GGUF file has been dequantised while it was read
-        raise WorkerError(f"model {files.ref} is quantised, which is not supported", "use an unquantised or a GGUF one", fatal=True)
+    except Exception as error:  # readers of several formats, each with errors of its own
+        memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        hint = "free memory, or use a smaller model" if memory else "check its files"
+        raise WorkerError(f"model {files.ref} cannot be loaded: {error}", hint, fatal=not memory) from error
     return model
 
 
