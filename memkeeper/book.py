@@ -239,14 +239,17 @@ class Book:
     # --- restore -------------------------------------------------------------------------------------------------------------
 
     def restore(self, infos: Iterable[p.SegmentInfo]) -> tuple[list[SegmentSet], list[str]]:
-        """Take over what a former keeper had. Returns (new sets, segments of sets that are not complete: nobody was ever given them)."""
+        """Take over what a former keeper had. Returns (new sets, segments of sets that nobody can use: incomplete, or half-written)."""
         by_set: dict[str, list[p.SegmentInfo]] = {}
         for info in infos:
             by_set.setdefault(info.manifest.set_id, []).append(info)
         restored, left_over = [], []
         for set_id, members in by_set.items():
             members.sort(key=lambda info: info.manifest.index)
-            if [info.manifest.index for info in members] != list(range(members[0].manifest.of)):
+            complete = [info.manifest.index for info in members] == list(range(members[0].manifest.of))
+            # Nobody writes it any more, and nobody will.
+            orphaned = members[0].state is p.SegmentState.WRITING and not members[0].leases
+            if orphaned or not complete:
                 left_over += [info.manifest.segment for info in members]
                 continue
             if set_id in self.sets:

@@ -55,14 +55,14 @@ class OwnedFd:
 class Channel:
     """Owns ``sock`` and every fd that arrived and was not taken.
 
-    Args:
+    Attributes:
         backlog: bytes that may wait for a peer that does not read; beyond it the peer counts as gone.
     """
 
     def __init__(self, sock: socket.socket, backlog: int = 4 * 1024 * 1024) -> None:
         sock.setblocking(False)
         self._sock = sock
-        self._backlog = backlog
+        self.backlog = backlog
         self._unpacker = Unpacker()
         self._fds: deque[int] = deque()
         self._out: deque[tuple[memoryview, Sequence[OwnedFd]]] = deque()
@@ -127,7 +127,7 @@ class Channel:
         self._out.append((memoryview(frame), fds))
         self._out_bytes += len(frame)
         self.flush()
-        if self._out_bytes > self._backlog:
+        if self._out_bytes > self.backlog:
             raise ChannelClosed(f"the peer does not read: {self._out_bytes} bytes wait for it")
 
     def flush(self) -> None:

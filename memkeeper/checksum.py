@@ -1,9 +1,9 @@
 """Content checksums of weights: fast enough to take while publishing (several GB/s on one core), sensitive to every bit and its place.
 
-They find memory that was overwritten or mixed up, not an adversary. Each u64 word is folded (its upper half xored onto its lower), xored with
-a value of its place, multiplied by an odd one of its place, and folded again: steps that lose nothing. Without the first fold two words that
-differ in their top bit could change places unseen, since 2^63 times an odd number is 2^63 whatever the number. The sums of the chunks, in
-order, and the length go through blake2b.
+They find memory that was overwritten or mixed up, not an adversary. Each u64 word is folded (its upper half xored onto its lower), xored
+with a value of its place, multiplied by an odd one of its place, and folded again: steps that lose nothing. Without the first fold two
+words that differ in their top bit could change places unseen: 2^63 times an odd number is 2^63, whatever the number. The sums of the
+chunks, in order, and the length go through blake2b.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from shadowsup.memkeeper import protocol as p
 from shadowsup.memkeeper.channel import Channel, ChannelClosed, OwnedFd
-from shadowsup.memkeeper.errors import KeeperError, refusal
+from shadowsup.memkeeper.errors import KeeperError, StaleHandle, refusal
 from shadowsup.memkeeper.handles import Handle, HandleSet
 
 if TYPE_CHECKING:
@@ -158,11 +158,16 @@ class KeeperClient:
         """End this client's lease on a set (its mappings and fds stay valid). ``discard``: give the set to nobody any more.
 
         Raises:
-            StaleHandle: there is no such set.
+            StaleHandle: there is no such set, and this client never held it.
         """
         with self._state:
-            self._held.pop(set_id, None)
-        self._call(p.Drop(set_id=set_id, discard=discard), timeout_s)
+            held = self._held.pop(set_id, None)
+        try:
+            self._call(p.Drop(set_id=set_id, discard=discard), timeout_s)
+        except StaleHandle:
+            # Where the keeper died meanwhile, the new one was not told of this lease, and may have freed the set: so it is dropped.
+            if held is None:
+                raise
 
     def list(self, *, timeout_s: float | None = 30.0) -> tuple[p.SegmentInfo, ...]:
         """Return every segment of the keeper."""

@@ -22,7 +22,7 @@ log = logging.getLogger("shadowsup.memkeeper")
 _UCRED = struct.Struct("3i")
 """``struct ucred``: pid, uid, gid."""
 _MAX_QUEUED = 256
-"""Requests of one connection that may wait; a client of ours has one."""
+"""Requests of one connection that may wait; an engine has one. The vault acknowledges as many deposits as it gets."""
 _FULL_S = 0.1
 """How long no connection is accepted after there was no fd left for one; the selector would report it again at once."""
 
@@ -150,7 +150,7 @@ class Hub:
                 self._watch(connection)
             if events & selectors.EVENT_READ:
                 connection.requests.extend(map(p.decode_request, connection.channel.receive()))
-                if len(connection.requests) > _MAX_QUEUED:
+                if len(connection.requests) > _MAX_QUEUED and not connection.vault:
                     raise ProtocolError("it sends requests without waiting for answers")
                 if connection.channel.untaken > p.MAX_FDS and not connection.vault:
                     raise ProtocolError("it sends fds that no frame names")

@@ -202,6 +202,8 @@ class Deposit(msgspec.Struct, frozen=True, kw_only=True, tag="deposit"):
 
     number: int
     manifests: tuple[Manifest, ...]
+    segments: tuple[SegmentInfo, ...]
+    """The same with state and leases: a keeper that dies right after this message loses nothing."""
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True, tag="changed"):

@@ -32,6 +32,8 @@ EXPECT_S = 10.0
 """How long after a restore the former clients are waited for. They connect within a second of the socket being there."""
 ACK_S = 10.0
 """How long the vault may take to acknowledge a deposit before it counts as gone: a stopped supervisor must not stop engines."""
+VAULT_BACKLOG = 64 * 1024 * 1024
+"""Bytes: a vault that connects is sent everything at once, about 1 KB a segment."""
 
 _FROM_VAULT = (p.Deposited, p.Restore, p.Restored, p.Free)
 _FROM_ENGINE = (p.GetWeights, p.Create, p.Seal, p.GetKv, p.Drop)
@@ -218,6 +220,7 @@ class Keeper:
             if self._vault is not None:
                 self._hub.close(self._vault, f"{connection} is the vault now")
             self._vault = connection
+            connection.channel.backlog = VAULT_BACKLOG
             for each in list(self._book.sets.values()):
                 self._deposit(each)
         else:
@@ -301,9 +304,9 @@ class Keeper:
             if self._vault is None:
                 return
             part = each.manifests[start : start + p.MAX_FDS]
-            deposit = p.Deposit(number=self._deposits.add(each.set_id, self._clock()), manifests=part)
+            infos = tuple(each.infos()[start : start + p.MAX_FDS])
+            deposit = p.Deposit(number=self._deposits.add(each.set_id, self._clock()), manifests=part, segments=infos)
             self._hub.send(self._vault, deposit, [self._fds[manifest.segment] for manifest in part])
-        self._tell(each)
 
     def _tell(self, each: SegmentSet) -> None:
         for info in each.infos():

@@ -211,8 +211,8 @@ class Vault:
     def _handle(self, message: p.FromKeeper, channel: Channel) -> None:
         match message:
             case p.Deposit():
-                for manifest, fd in zip(message.manifests, channel.take_fds(len(message.manifests)), strict=True):
-                    self._deposit(manifest, OwnedFd(fd))
+                for info, fd in zip(message.segments, channel.take_fds(len(message.segments)), strict=True):
+                    self._deposit(info, OwnedFd(fd))
                 self._send(p.Deposited(number=message.number))
             case p.Changed(segment=info):
                 if kept := self._kept.get(info.manifest.segment):
@@ -241,13 +241,13 @@ class Vault:
             else:
                 future.set_exception(error or KeeperError("refused"))
 
-    def _deposit(self, manifest: p.Manifest, fd: OwnedFd) -> None:
-        self._seen.add(manifest.segment)
-        if manifest.segment in self._kept:  # known from an earlier connection; the new fd is closed
-            return
-        # What the keeper knows beyond the manifest follows at once in a `Changed`.
-        state = p.SegmentState.WRITING if manifest.kind is p.Kind.WEIGHTS else p.SegmentState.LEASED
-        self._kept[manifest.segment] = _Kept(p.SegmentInfo(manifest=manifest, state=state, leases=(), created_s=0.0), fd)
+    def _deposit(self, info: p.SegmentInfo, fd: OwnedFd) -> None:
+        segment = info.manifest.segment
+        self._seen.add(segment)
+        if segment in self._kept:  # known from an earlier connection; the new fd is closed
+            self._kept[segment].info = info
+        else:
+            self._kept[segment] = _Kept(info, fd)
 
     def _let_go(self, segments: set[str]) -> None:
         for segment in segments:

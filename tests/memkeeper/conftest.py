@@ -6,11 +6,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from keeper_tools import KeeperProcess
 
 from shadowsup.memkeeper.allocation import Allocator
+from shadowsup.memkeeper.backends.base import Backend
 from shadowsup.memkeeper.backends.host import HostBackend
 from shadowsup.memkeeper.client import KeeperClient
 from shadowsup.memkeeper.server import Keeper
@@ -47,8 +49,8 @@ def quick_keeper(tmp_path: Path) -> Iterator[Callable[..., Keeper]]:
     listener.listen()
     running: list[tuple[Keeper, threading.Thread]] = []
 
-    def start(**options: float | bool) -> Keeper:
-        keeper = Keeper(listener, Allocator(HostBackend()), **options)  # type: ignore[arg-type]
+    def start(backend: Backend | None = None, **options: Any) -> Keeper:
+        keeper = Keeper(listener, Allocator(backend or HostBackend()), **options)
         thread = threading.Thread(target=keeper.run)
         thread.start()
         running.append((keeper, thread))

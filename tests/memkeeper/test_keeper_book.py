@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -189,6 +190,14 @@ def test_half_written_weights_are_their_publishers_only() -> None:
         after.to_seal(8, writing.set_id)
     after.connect(9, "chat.1", writing.segments)
     assert after.to_seal(9, writing.set_id) is not None
+
+
+def test_half_written_weights_that_nobody_leases_are_not_restored() -> None:
+    book = new_book()
+    book.connect(1, "chat.1", ())
+    book.add(1, book.plan_weights(1, p.Create(kind=p.Kind.WEIGHTS, worker="", fingerprint=MODELS[0], device="host", sizes=(1,)), [4096]))
+    (info,) = book.infos()
+    assert new_book().restore([msgspec.structs.replace(info, leases=())]) == ([], [info.manifest.segment])
 
 
 def test_kv_and_its_ledger_are_one_set() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -290,3 +292,35 @@ async def test_what_an_engine_dropped_is_not_leased_after_a_restart(keeper: Keep
     await vault.restore()
     client = engine("chat.1")  # the same id, holding nothing
     assert list((await asyncio.to_thread(leases, client)).values()) == [()]
+
+
+async def test_calls_in_progress_survive_kills_of_the_keeper_at_any_instant(keeper: KeeperProcess, vault: Vault, engine: Engine) -> None:
+    """An engine publishes set after set and takes fresh KV while the keeper is killed again and again: no call fails, nothing is lost."""
+    client, dice = engine("chat.1"), random.Random(3)
+    done = threading.Event()
+    published: list[tuple[p.Fingerprint, str, bytes]] = []
+
+    def work() -> str:
+        kv = ""
+        while not done.is_set():
+            model, text = p.Fingerprint(items=(("n", str(len(published))),)), str(len(published)).encode()
+            published.append((model, publish(client, text, model), text))
+            old, kv_set = kv, client.get_kv("chat", MODEL, fresh=True, **KV)
+            kv_set.close()
+            kv = kv_set.set_id
+            if old in leases(client):
+                client.drop(old)
+        return kv
+
+    working = asyncio.create_task(asyncio.to_thread(work))
+    for _ in range(8):
+        await asyncio.sleep(dice.uniform(0.0, 0.1))  # any instant will do
+        await restart(keeper, vault)
+    done.set()
+    kv = await asyncio.wait_for(working, 30)
+    reader = engine("chat.2")
+    for model, set_id, text in published:
+        got = await asyncio.to_thread(reader.get_weights, model)
+        assert got is not None and got.set_id == set_id and content(got, len(text)) == text
+    assert {info.manifest.set_id for info in vault.segments()} == {kv, *(set_id for _, set_id, _ in published)}
+    assert keeper.memfds() == len(vault.segments()) == len(published) + 4
