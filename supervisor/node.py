@@ -290,14 +290,14 @@ class Node:
 
     # --- what others tell -------------------------------------------------------------------------------------------------------
 
-    def _heard(self, peer: str, report: Report) -> None:
+    def _heard(self, peer: str, report: Report) -> bool:
         if isinstance(report, GatewayBeat):
-            if self.gateway is not None and self.gateway.take_beat(report):
+            first = self.gateway is not None and self.gateway.take_beat(report)
+            if first:
                 self._send_routes()
-            return
+            return first
         owner = self.workers.get(peer.rpartition(".")[0])
-        if owner is not None:
-            owner.report(report)
+        return owner is not None and owner.report(report)
 
     def _nursery_changed(self, part: NurseryPart, state: NurseryState) -> None:
         for owner in self.workers.values():

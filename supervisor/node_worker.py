@@ -71,16 +71,19 @@ class WorkerOwner:
 
     def put(self, event: m.WorkerEvent) -> None:
         self._queue.put_nowait(event)
+        if not isinstance(event, m.Tick):
+            self._node.beats.alert()
 
-    def report(self, report: Report) -> None:
-        """Take what an engine of this worker said. A beat without news ends here, in a few microseconds."""
+    def report(self, report: Report) -> bool:
+        """Take what an engine of this worker said; return whether it was news. A beat without any ends here, in a few microseconds."""
         if isinstance(report, Beat):
-            if isinstance(self.policy, WorkerPolicy):
-                actions = self.policy.beat(report, time.monotonic())
-                if actions:
-                    self._carry_out(actions)
-        elif not isinstance(report, GatewayBeat):
+            actions = self.policy.beat(report, time.monotonic()) if isinstance(self.policy, WorkerPolicy) else []
+            if actions:
+                self._carry_out(actions)
+            return bool(actions)
+        if not isinstance(report, GatewayBeat):
             self.put(m.Reported(report))
+        return True
 
     def wish(self, event: m.WorkerEvent) -> None:
         """Take an operator's wish.
