@@ -117,10 +117,11 @@ def _watch(pipe: int, runtime_dir: Path, log: Path, *, wait: bool) -> int:
         node = found.get("node") or {}
         pid = node.get("pid")
         states = {str(worker.get("name")): str(worker.get("state")) for worker in found.get("workers") or []}
-        if not wait and node.get("state") != "starting":
+        up = node.get("state") != "starting"
+        if up and not wait:
             click.echo(f"started: pid {pid}, in {runtime_dir}")
             return ExitCode.DONE
-        if wait and states and all(state == "healthy" for state in states.values()):
+        if up and states and all(state == "healthy" for state in states.values()):
             click.echo(f"healthy after {time.monotonic() - began_s:.1f} s: pid {pid}, in {runtime_dir}")
             return ExitCode.DONE
         for worker in (found.get("workers") or []) if wait else ():

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shadowsup.supervisor.cli.node import locate
-from shadowsup.supervisor.cli.output import colored, cut, echo_json, output_option, width
+from shadowsup.supervisor.cli.output import colored, echo_json, output_option
 from shadowsup.supervisor.cli.recoveries import clock
 
 
@@ -51,5 +51,5 @@ def render(event: dict[str, Any]) -> str:
     """Return an event in one line."""
     who = event.get("engine") or event.get("worker") or ""
     level = str(event.get("level") or "info")
-    text = f"{clock(event.get('ts'))}  {level:<7}  {event.get('event') or '':<18} {who:<10} {event.get('message') or ''}".rstrip()
-    return cut(text, max(width(), 80)).replace(level, colored(level), 1)
+    name = str(event.get("event") or "")
+    return f"{clock(event.get('ts'))}  {colored(f'{level:<7}', level)}  {name:<18} {who:<10} {event.get('message') or ''}".rstrip()

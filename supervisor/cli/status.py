@@ -73,7 +73,11 @@ def _percent(gpu: dict[str, Any]) -> str | None:
 
 def _parts(found: dict[str, Any]) -> list[tuple[object, ...]]:
     keeper, gateway, sensor = found.get("memkeeper") or {}, found.get("gateway") or {}, found.get("sensor") or {}
-    kept = f"{keeper.get('backend') or '-'}, {plural(keeper.get('segments') or 0, 'segment')}, {size(keeper.get('bytes') or 0)}"
+    kept = (
+        ""
+        if not keeper.get("backend")
+        else f"{keeper['backend']}, {plural(keeper.get('segments') or 0, 'segment')}, {size(keeper.get('bytes') or 0)}"
+    )
     served = (
         f"{gateway.get('listen') or '-'}, {count(gateway.get('requests_total') or 0)} requests, {gateway.get('streams_held') or 0} held"
     )
@@ -123,7 +127,7 @@ def _worker(worker: dict[str, Any]) -> list[str]:
         ]
         lines.append(table(_ENGINE_COLUMNS, rows, indent="  "))
     kv = worker.get("kv")
-    if kv:
+    if kv and kv.get("blocks"):
         parts = (f"{count(kv.get('blocks'))} blocks", *(f"{count(kv.get(key))} {key}" for key in ("valid", "quarantined", "reserve")))
         lines.append(f"  kv: {', '.join(parts)}")
     recovery = worker.get("last_recovery")

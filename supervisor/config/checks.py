@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -107,6 +108,10 @@ def _engine(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
         for key in COMMAND_KEYS:
             if key in worker.model_fields_set:
                 yield Finding((*at, key), f"only command engines have {key}", about=(engine,), key=True)
+    if worker.python is not None and shutil.which(worker.python) is None:
+        yield Finding((*at, "python"), f"there is no program {worker.python}", "name an interpreter, like /opt/env/bin/python")
+    if worker.cwd is not None and not worker.cwd.is_dir():
+        yield Finding((*at, "cwd"), f"there is no folder {worker.cwd}")
     if worker.ready is not None and len(worker.ready.given) != 1:
         given = " and ".join(worker.ready.given) or "none of them"
         yield Finding((*at, "ready"), f"ready takes exactly one of http, exec, log, notify; there is {given}", about=((*at, "ready"),))

@@ -28,6 +28,8 @@ from shadowsup.supervisor.config.scalars import (
     Duration,
     Expanded,
     FilePath,
+    ModelText,
+    ProgramPath,
     Size,
     Text,
     from_file,
@@ -292,9 +294,9 @@ class WorkerConfig(Section):
     """Names the worker everywhere; engine ids are NAME.K."""
     engine: EngineKind
     """transformers (own engine), vllm, or command (any server, without kept memory)."""
-    python: FilePath | None = None
+    python: ProgramPath | None = None
     """Another Python interpreter for the engines, e.g. of an existing environment. null: this one."""
-    model: Text | None = None
+    model: ModelText | None = None
     """package:PACKAGE/FILE, a folder, a .gguf or safetensors file, or a hub id."""
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""

@@ -86,9 +86,27 @@ def _path(value: Any, info: ValidationInfo) -> Any:
     return str(base / path if base is not None else path)
 
 
+def _program(value: Any, info: ValidationInfo) -> Any:
+    return value if isinstance(value, str) and "/" not in value and not value.startswith("~") else _path(value, info)
+
+
+def _model(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str) or value.startswith("package:"):
+        return value
+    path = _path(value, info)
+    # A hub id looks like a relative path; what is there under that name comes first, as it does in the engines' own loaders.
+    return path if value.startswith(("./", "../", "~")) or (from_file(info) and Path(path).exists()) else value
+
+
 _SIZE_SCHEMA = {"type": "string", "pattern": units.SIZE_PATTERN}
 _DURATION_SCHEMA = {"type": "string", "pattern": units.DURATION_PATTERN}
 _AUTO_SCHEMA: dict[str, Any] = {"const": "auto"}
+
+ModelText = Annotated[str, Strict(), BeforeValidator(_model)]
+"""A relative path to something that is there becomes absolute; all else stays as it is."""
+
+ProgramPath = Annotated[Path, BeforeValidator(_program), PlainSerializer(str, when_used="json"), WithJsonSchema({"type": "string"})]
+"""A path as `FilePath`, or a bare name, which is looked up in PATH."""
 
 Text = Annotated[str, Strict()]
 NUMBER = BeforeValidator(_number)

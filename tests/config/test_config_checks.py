@@ -38,6 +38,8 @@ Load = Callable[..., Any]
         ("command: [x]", 6, "only command engines have command"),
         ("port: 80", 6, "only command engines have port"),
         ("env_file: nope.env", 6, "no such file"),
+        ("python: no-such-python", 6, "there is no program no-such-python"),
+        ("python: ./bin/python", 6, "there is no program /"),
     ],
 )
 def test_fields_that_do_not_fit_together_are_told(worker_problems: Problems, lines: str, line: int, told: str) -> None:
@@ -62,6 +64,7 @@ def worker(text: str) -> str:
         ("engine: command\ncommand: [x]\nready: {log: '('}", "not a regular expression"),
         ("engine: command\ncommand: [x]\nready: {notify: false}", "write True"),
         ("engine: command\ncommand: x y\nready: {notify: true}", "a list is wanted"),
+        ("engine: command\ncommand: [x]\nready: {notify: true}\ncwd: nowhere", "there is no folder"),
         ("engine: vllm\nmodel: x", "not supported by this version yet"),
         ("engine: transformers", "needs model"),
         ("engine: transformer\nmodel: x", "did you mean 'transformers'?"),

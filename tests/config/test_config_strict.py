@@ -392,6 +392,7 @@ def test_a_value_under_a_secret_name_is_never_shown(worker_problems: Problems, p
 
 
 def test_relative_paths_count_from_the_folder_of_the_file(tmp_path: Path, load_text: Load) -> None:
+    (tmp_path / "sub").mkdir()
     loaded = load_text(
         """\
         version: 1
@@ -403,3 +404,22 @@ def test_relative_paths_count_from_the_folder_of_the_file(tmp_path: Path, load_t
     assert loaded.config.node.state_dir == tmp_path / "state"
     assert loaded.config.node.runtime_dir == Path("~/run").expanduser()
     assert loaded.config.workers[0].cwd == tmp_path / "sub"
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        ("org/name", "org/name"),
+        ("package:p/f.gguf", "package:p/f.gguf"),
+        ("/abs/m.gguf", "/abs/m.gguf"),
+        ("./m.gguf", "{folder}/m.gguf"),
+        ("here/m.gguf", "{folder}/here/m.gguf"),
+        ("~/m.gguf", "{home}/m.gguf"),
+    ],
+)
+def test_a_model_is_a_path_when_it_looks_like_one_or_is_there(tmp_path: Path, load_text: Load, model: str, kept: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "m.gguf").touch()
+    loaded = load_text(f"version: 1\nworkers:\n  - {{name: a, engine: transformers, python: python3, model: '{model}'}}\n")
+    assert loaded.config.workers[0].model == kept.format(folder=tmp_path, home=Path.home())
+    assert loaded.config.workers[0].python == Path("python3")
