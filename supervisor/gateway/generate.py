@@ -114,9 +114,7 @@ class Generator:
 
     async def _stream(self, http: web.Request, worker: Worker, stream: Stream, outlet: TextOutlet, record: Record) -> web.StreamResponse:
         given = stream.generation
-        chunks = shapes.Chunks(
-            _public_id(stream, record), worker.route.served_name, int(time.time()), chat=given.chat, include_usage=given.include_usage
-        )
+        chunks = shapes.Chunks(stream, _public_id(stream, record), worker.route.served_name, int(time.time()))
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",

@@ -38,6 +38,8 @@ class Generation:
     sampling: Sampling
     stream: bool
     include_usage: bool
+    return_token_ids: bool = False
+    """Extension: each choice carries ``token_ids``, the ids generated since the last; a whole response ``prompt_token_ids``."""
 
 
 class _StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -64,6 +66,7 @@ class _Body(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     # Accepted and without effect here.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -195,6 +198,7 @@ def _generation(
         sampling=sampling,
         stream=bool(given.stream),
         include_usage=given.stream_options is not None and bool(given.stream_options.include_usage),
+        return_token_ids=bool(given.return_token_ids),
     )
 
 

@@ -39,14 +39,20 @@ def whole(stream: Stream, request_id: str, model: str, created: int, text: str, 
     else:
         choice["text"] = text
     kind = "chat.completion" if stream.generation.chat else "text_completion"
-    head = {"id": request_id, "object": kind, "created": created, "model": model}
+    head: dict[str, object] = {"id": request_id, "object": kind, "created": created, "model": model}
+    if stream.generation.return_token_ids:
+        head["prompt_token_ids"] = stream.prompt_ids
+        choice["token_ids"] = stream.output_ids
     return _encode(head | {"choices": [choice], "usage": usage(stream)})
 
 
 class Chunks:
     """Encodes the server-sent events of one stream."""
 
-    def __init__(self, request_id: str, model: str, created: int, *, chat: bool, include_usage: bool) -> None:
+    def __init__(self, stream: Stream, request_id: str, model: str, created: int) -> None:
+        chat, include_usage = stream.generation.chat, stream.generation.include_usage
+        self._stream = stream
+        self._ids_told: int | None = 0 if stream.generation.return_token_ids else None
         kind = "chat.completion.chunk" if chat else "text_completion"
         head = {"id": request_id, "object": kind, "created": created, "model": model}
         self._chat = chat
@@ -67,11 +73,19 @@ class Chunks:
         return self._head + delta + self._tail
 
     def text(self, text: str) -> bytes:
-        return self._before_text + _encode(text) + self._after_text
+        return self._before_text + _encode(text) + self._ids(self._after_text)
+
+    def _ids(self, end: bytes) -> bytes:
+        """Put the ids that the client has not been told in front of ``,"logprobs"`` in ``end``, where it asked for them."""
+        if self._ids_told is None:
+            return end
+        ids = self._stream.output_ids[self._ids_told :]
+        self._ids_told += len(ids)
+        return end.replace(b',"logprobs"', b',"token_ids":' + _encode(ids) + b',"logprobs"', 1)
 
     def finish(self, reason: str) -> bytes:
         content = b'"delta":{}' if self._chat else b'"text":""'
-        choice = b'{"index":0,' + content + b',"logprobs":null,"finish_reason":' + _encode(reason) + b"}"
+        choice = b'{"index":0,' + content + self._ids(b',"logprobs":null,"finish_reason":') + _encode(reason) + b"}"
         return self._head + choice + self._tail
 
     def usage(self, stream: Stream) -> bytes:

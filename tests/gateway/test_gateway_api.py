@@ -67,6 +67,26 @@ async def test_a_streamed_chat(node: Node) -> None:
     assert await text_to_the_end(stream) == ("Hé\n\u2028", "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids_are_returned_to_who_asks(node: Node, stream: bool) -> None:
+    engine = await node.serving()
+    asked = node.post(CHAT | {"stream": stream, "return_token_ids": True})
+    request = await engine.submit()
+    engine.accept(request, 0)
+    engine.say(request, "a", (7,), 1)
+    engine.say(request, "", (8,), 1)
+    engine.say(request, "", (9,), 1, "stop")
+    response = await asked
+    if stream:
+        lines = [line.removeprefix("data: ") async for line in events(response) if "[DONE]" not in line]
+        ids = [choice.get("token_ids", ()) for line in lines for choice in json.loads(line)["choices"]]
+        assert [token for part in ids for token in part] == [7, 8, 9]
+    else:
+        body = await response.json()
+        assert body["choices"][0]["token_ids"] == [7, 8, 9]
+        assert len(body["prompt_token_ids"]) == 3
+
+
 async def test_completions_take_text_or_token_ids(node: Node) -> None:
     engine = await node.serving()
     for prompt, text, ids in (("ab", "ab", None), (["ab"], "ab", None), ([5, 6], None, (5, 6)), ([[5, 6]], None, (5, 6))):
