@@ -211,22 +211,27 @@ class Facts:
 
     def arena(self, size: int) -> None:
         """Fact 19 and what a promotion maps, by size of the KV."""
-        scratch, promote = [], []
+        scratch, promote, rested = [], [], []
         slabs = kv_slabs(size)
         with memory(self.keeper, list(slabs)) as fds:
             for _ in range(5):
                 arena = CudaArena(size, self.device, self.engine.mapper)
                 scratch.append(timed(arena.map_scratch)[0] * 1e3)
+                promote.append(timed(partial(arena.map_segments, fds, slabs))[0] * 1e3)
+                arena.map_scratch()
+                arena.rest()
+                rested.append(timed(partial(arena.map_segments, fds, slabs))[0] * 1e3)
                 maps = arena.scratch_maps
-                promote.append(timed(lambda: arena.map_segments(fds, slabs))[0] * 1e3)  # noqa: B023
                 arena.close()
-        self.add("19", f"map scratch {maps} times over {size / GIB:g} GiB", "ms", scratch)
-        self.add("19", f"import {len(slabs)} slabs, unmap scratch, map them: a promotion of {size / GIB:g} GiB", "ms", promote)
+        gib = f"{size / GIB:g} GiB"
+        self.add("19", f"map scratch {maps} times over {gib}", "ms", scratch)
+        self.add("19", f"promotion of {gib}: import {len(slabs)} slabs, unmap scratch, map", "ms", promote)
+        self.add("19", f"promotion of {gib} of an arena at rest: import, map", "ms", rested)
 
     def partial_mapping(self) -> None:
         with memory(self.keeper, [64 * MIB]) as fds:
             handle = self.engine.mapper.import_fd(fds[0])
-            address = self.engine.mapper.reserve(64 * MIB)
+            address = self.engine.mapper.reserve(64 * MIB, 2 * MIB)
             try:
                 call("cuMemMap", address, 32 * MIB, 0, handle, 0)
                 call("cuMemUnmap", address, 32 * MIB)
@@ -279,7 +284,8 @@ def main() -> None:
     facts = Facts(large=options.large)
     steps: list[Callable[[], None]] = [facts.create_and_export, facts.outlives_its_creator, facts.no_second_export, facts.map_one_large]
     steps += [facts.many_small, facts.partial_mapping, facts.read_only, facts.context_cost]
-    steps += [lambda size=size: facts.arena(size) for size in (2 * GIB, 40 * GIB, *([100 * GIB] if options.large else []))]  # type: ignore[misc]
+    sizes = [2 * GIB, 16 * GIB, 40 * GIB, *([64 * GIB, 100 * GIB] if options.large else [])]
+    steps += [partial(facts.arena, size) for size in sizes]
     steps += [lambda: facts.zombie_writes(options.kills), lambda: facts.signs_of_death(GIB, options.kills)]
     steps += [lambda: facts.signs_of_death(100 * GIB, options.kills)] if options.large else []
     steps += [facts.device_checksum]

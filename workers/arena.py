@@ -56,7 +56,16 @@ class KvArena(ABC):
         """Put real memory behind the range: the segments in order, each mapped whole. The caller keeps and may close the fds.
 
         Raises:
-            WorkerError: they do not fill the range exactly, or a mapping fails; the range is backed by scratch again then.
+            WorkerError: they do not fill the range exactly, or a mapping fails; the range is backed by scratch again then (after
+                `rest`: by nothing).
+        """
+
+    def rest(self) -> None:  # noqa: B027 - host memory has nothing to gain
+        """Give scratch up until something is mapped again. Until then no access to the range is allowed, on a device not even by a
+        graph: that ends the process's context. For an engine that is warm and will run nothing before its promotion.
+
+        Raises:
+            WorkerError: the driver refuses.
         """
 
     @abstractmethod

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gpu_child import Engine
-from gpu_rig import GIB, MIB, Child, Device, KeeperProcess, export
+from gpu_rig import GIB, MIB, Child, Device, KeeperProcess, eventually, export
 
 from shadowsup.memkeeper.client import KeeperClient
 from shadowsup.memkeeper.protocol import Fingerprint
-from shadowsup.workers import checksum, checksum_cuda
+from shadowsup.workers import arena_cuda, checksum, checksum_cuda
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.arena_cuda import CudaArena
 from shadowsup.workers.cuda_memory import Access, DeviceBytes, DeviceRange
@@ -69,6 +69,23 @@ def test_graphs_captured_while_parked_write_the_real_blocks_after_promotion(
     engine.spans.pop().close()
     for fd in fds:
         os.close(fd)
+
+
+def test_an_arena_at_rest_takes_its_graphs_along_to_the_real_blocks(torch: Any, exporter: Child, arena: CudaArena, device: str) -> None:
+    block = torch.as_tensor(arena.device_bytes(), device="cuda")[:MIB]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        block.fill_(9)
+    nvml = Device(device)
+    before = nvml.used()
+    arena.rest()
+    assert eventually(lambda: before - nvml.used() >= arena_cuda.SCRATCH), "scratch costs nothing while it rests"
+    (fd,), _ = export(exporter, SIZE)
+    arena.map_segments([fd], [SIZE])
+    graph.replay()
+    torch.cuda.synchronize()
+    assert block.unique().tolist() == [9]
+    os.close(fd)
 
 
 def test_a_promotion_that_fails_leaves_a_parked_engine_that_works(torch: Any, exporter: Child, arena: CudaArena) -> None:

@@ -52,9 +52,10 @@ class FakeMapper:
                 raise DriverError(f"{name} failed: {self.code}", code=self.code)
             self.fail[name] -= 1
 
-    def reserve(self, size: int) -> int:
+    def reserve(self, size: int, alignment: int) -> int:
         self._call("reserve")
-        address, self._next = self._next, self._next + size + GRANULARITY
+        address = -(-self._next // alignment) * alignment
+        self._next = address + size + GRANULARITY
         self.reserved[address] = size
         return address
 
@@ -141,7 +142,7 @@ def test_one_scratch_allocation_backs_the_whole_arena(size: int) -> None:
     arena.map_scratch()
     assert len({handle for _, handle in mapper.mapped.values()}) == 1
     assert sum(n for n, _ in mapper.mapped.values()) >= size
-    assert sum(mapper.handles.values()) <= arena_cuda.MAX_SCRATCH
+    assert sum(mapper.handles.values()) <= arena_cuda.LARGE_SCRATCH
     assert set(mapper.access.values()) == {Access.READ_WRITE}
     arena.close()
     assert (mapper.reserved, mapper.mapped, mapper.handles) == ({}, {}, {})
@@ -172,13 +173,30 @@ def test_imported_handles_and_scratch_are_released_once_the_segments_are_mapped(
     arena.close()
 
 
-@pytest.mark.parametrize("gib", [1, 40, 64, 140])
+@pytest.mark.parametrize("gib", [1, 16, 40, 140])
 def test_scratch_is_mapped_few_times_and_stays_small(gib: int) -> None:
     mapper = FakeMapper()
     arena = CudaArena(gib * 1024 * MIB, DEVICE, mapper)
     arena.map_scratch()
-    assert len(mapper.mapped) <= max(arena_cuda.SCRATCH_MAPS, gib * 2)
-    assert sum(mapper.handles.values()) <= arena_cuda.MAX_SCRATCH
+    assert len(mapper.mapped) == arena.scratch_maps <= max(arena_cuda.MAX_MAPS, gib * 2)
+    assert sum(mapper.handles.values()) <= arena_cuda.LARGE_SCRATCH
+    assert arena.address % cuda_memory.LARGE_PAGE == 0
+    arena.close()
+
+
+def test_a_resting_arena_costs_nothing_and_its_promotion_takes_nothing_away() -> None:
+    mapper = FakeMapper(segments={10: 256 * MIB})
+    arena = CudaArena(256 * MIB, DEVICE, mapper)
+    arena.map_scratch()
+    arena.rest()
+    assert (mapper.mapped, mapper.handles) == ({}, {})
+    mapper.calls.clear()
+    mapper.fail = {"map": 0}
+    with pytest.raises(WorkerError, match="cannot map the KV segments"):
+        arena.map_segments([10], [256 * MIB])
+    assert (mapper.mapped, mapper.handles) == ({}, {}), "it rests again: what fails needs no scratch to fail"
+    arena.map_segments([10], [256 * MIB])
+    assert "unmap" not in mapper.calls
     arena.close()
 
 
@@ -264,6 +282,7 @@ def test_kv_slabs_are_few_large_and_add_up(size: int) -> None:
     assert sum(slabs) == size
     assert len(slabs) <= MAX_KV_SLABS
     assert all(slab % GRANULARITY == 0 for slab in slabs)
+    assert all(slab % cuda_memory.LARGE_PAGE == 0 for slab in slabs[:-1])
     assert len(slabs) == 1 or min(slabs) >= KV_SLAB
 
 
