@@ -2,7 +2,8 @@
 
 The step thread may be inside one long torch call; this thread goes on beating then, with the step and phase that the step thread last
 handed over, so that a step loop that stands still is visible as such. ZeroMQ reconnects by itself: a supervisor that is away is no event
-here. Beats of that time are dropped, reports are kept.
+here. Beats of that time are dropped, reports are kept; what a breaking connection may have swallowed is reported again, so a report can
+come twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from shadowsup.wire import engine as wire
 from shadowsup.wire.engine import Beat, EngineState, KvCounts, Phase
@@ -24,6 +26,9 @@ from shadowsup.workers.doorbell import Doorbell
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 200
 _KEPT_REPORTS = 256
+
+_UNSURE_S = 1.0
+"""A report that was sent less than this before a connection broke may have been lost with it, and is sent once more."""
 
 EngineReport = wire.Promoted | wire.FirstToken | wire.Fenced | wire.Failed
 
@@ -70,6 +75,7 @@ class Heart:
         self._log = log
         self._bell = Doorbell()
         self._reports: deque[EngineReport] = deque(maxlen=_KEPT_REPORTS)
+        self._sent: deque[tuple[float, EngineReport]] = deque(maxlen=_KEPT_REPORTS)
         self._stopping = False
         self._linger_s = 0.0
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
@@ -112,36 +118,49 @@ class Heart:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
         # Nothing is queued for a supervisor that is away: it would get a burst of stale beats when it is back.
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         socket.connect(self._endpoint)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._bell.fd, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
         try:
-            self._loop(socket, poller)
+            self._loop(socket, monitor, poller)
         finally:
+            socket.disable_monitor()
             socket.close(linger=int(self._linger_s * 1000))
             context.term()
 
-    def _loop(self, socket: zmq.Socket[bytes], poller: zmq.Poller) -> None:
+    def _loop(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], poller: zmq.Poller) -> None:
         due = time.monotonic()
-        connected = False
         while not self._stopping:
-            # Unconnected, look often: the first beat after a (re)connection is what the supervisor waits for.
-            pause = due - time.monotonic() if connected else min(self._interval_s, _RECONNECT_MS / 1000)
-            ready = dict(poller.poll(math.ceil(max(0.0, pause) * 1000)))
+            ready = dict(poller.poll(math.ceil(max(0.0, due - time.monotonic()) * 1000)))
             if self._bell.fd in ready:
                 self._bell.clear()
                 due = 0.0
+            if monitor in ready and self._connection_changed(monitor):
+                due = 0.0  # the first beat after a (re)connection is what the supervisor waits for
             if socket in ready:
                 self._take_orders(socket)
             now = time.monotonic()
-            if not connected or now >= due:
-                connected = self._beat(socket)
-                due = now + self._interval_s
+            if now >= due:
+                # A connection is announced a little before it takes messages.
+                due = now + (self._interval_s if self._beat(socket) else min(self._interval_s, _RECONNECT_MS / 1000))
         deadline = time.monotonic() + self._linger_s
         while not self._beat(socket) and time.monotonic() < deadline:
             poller.poll(5)
             self._bell.clear()
+
+    def _connection_changed(self, monitor: zmq.Socket[bytes]) -> bool:
+        """Take what happened to the connection. Returns whether there is one now."""
+        connected = False
+        while monitor.poll(0):
+            connected = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not connected:
+                unsure = [report for sent_s, report in self._sent if time.monotonic() - sent_s < _UNSURE_S]
+                self._reports.extendleft(reversed(unsure))
+                self._sent.clear()
+        return connected
 
     def _beat(self, socket: zmq.Socket[bytes]) -> bool:
         """Send a beat and the reports that wait. Returns whether there was somebody to send to."""
@@ -165,7 +184,7 @@ class Heart:
             socket.send(wire.encode(beat), zmq.NOBLOCK)
             while self._reports:
                 socket.send(wire.encode(self._reports[0]), zmq.NOBLOCK)
-                self._reports.popleft()
+                self._sent.append((time.monotonic(), self._reports.popleft()))
         except zmq.Again:
             return False
         return True

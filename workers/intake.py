@@ -8,7 +8,7 @@ again after such an end waits until the adapter has passed a step boundary and f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from shadowsup.wire.engine import EngineState
 from shadowsup.wire.link import Accepted, Cancel, Rejected, Submit, Token
@@ -26,7 +26,7 @@ class Intake:
         self._engine = engine
         self._wake = wake
         self._log = log
-        self._inbox: deque[Incoming] = deque()
+        self._inbox: deque[Sequence[Incoming]] = deque()
         self._live: dict[str, int] = {}
         self._finished: dict[str, None] = {}
         self._leaving: set[str] = set()
@@ -36,9 +36,9 @@ class Intake:
         self.resumed = 0
         """Replayed requests taken since `begin`."""
 
-    def deliver(self, message: Incoming) -> None:
-        """Hand over what came in; any thread."""
-        self._inbox.append(message)
+    def deliver(self, messages: Sequence[Incoming]) -> None:
+        """Hand over what came in together, so that it is taken together (all replays of a failover in one step); any thread."""
+        self._inbox.append(messages)
         self._wake()
 
     @property
@@ -59,20 +59,20 @@ class Intake:
         """Give what came in to the engine. Returns the answers to what it must not see."""
         rejected: list[Rejected] = []
         while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Submit):
-                refusal = self._submit(message, state, epoch)
-                if refusal is not None:
-                    rejected.append(refusal)
-            elif isinstance(message, Cancel):
-                self._cancel(message.rid)
-            else:
-                for rid in list(self._live):
-                    self._cancel(rid)
-                self._again.clear()
-                self._finished.clear()
-                rejected.clear()
-                self.connection = message.number
+            for message in self._inbox.popleft():
+                if isinstance(message, Submit):
+                    refusal = self._submit(message, state, epoch)
+                    if refusal is not None:
+                        rejected.append(refusal)
+                elif isinstance(message, Cancel):
+                    self._cancel(message.rid)
+                else:
+                    for rid in list(self._live):
+                        self._cancel(rid)
+                    self._again.clear()
+                    self._finished.clear()
+                    rejected.clear()
+                    self.connection = message.number
         return rejected
 
     def passing(self, events: Iterable[Accepted | Token | Rejected]) -> list[Accepted | Token | Rejected]:

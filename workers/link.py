@@ -55,7 +55,8 @@ class LinkServer:
 
     Args:
         hello: what every gateway is told first.
-        deliver: called on the link thread with what a gateway sent, in order; must only hand it on and wake the step loop.
+        deliver: called on the link thread with what a gateway sent, in order, the messages of one frame together; must only hand it on and
+            wake the step loop.
         max_buffer: bytes that may wait before a gateway is disconnected.
 
     Raises:
@@ -67,7 +68,7 @@ class LinkServer:
         path: str,
         *,
         hello: wire.Hello,
-        deliver: Callable[[Incoming], None],
+        deliver: Callable[[Sequence[Incoming]], None],
         log: Callable[[str], None] = lambda line: None,
         max_buffer: int = MAX_BUFFER,
     ) -> None:
@@ -186,7 +187,7 @@ class LinkServer:
         self._accepted += 1
         peer = _Peer(self._accepted, connection, framing.Unpacker(), deque())
         self._selector.register(connection, selectors.EVENT_READ, peer)
-        self._deliver(LinkChanged(peer.number))
+        self._deliver([LinkChanged(peer.number)])
         with self._lock:  # from here on the step thread sends to it: the Hello has to be in front
             self._peer = peer
             self._send_locked([self._hello])
@@ -198,7 +199,7 @@ class LinkServer:
             self._peer = None
         self._selector.unregister(peer.socket)
         peer.socket.close()
-        self._deliver(LinkChanged(0))
+        self._deliver([LinkChanged(0)])
 
     def _watch_writable(self) -> None:
         peer = self._peer
@@ -234,8 +235,7 @@ class LinkServer:
             return
         try:
             for payload in peer.unpacker.feed(data):
-                for message in wire.decode_to_engine(payload):
-                    self._deliver(message)
+                self._deliver(wire.decode_to_engine(payload))
         except (framing.FrameError, msgspec.MsgspecError) as error:
             self._log(f"the gateway does not speak this protocol, disconnected: {error}")
             self._drop(peer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,9 +30,13 @@ class Link:
         self.path = str(path)
         self.inbox: queue.Queue[Incoming] = queue.Queue()
         self.lines: list[str] = []
-        self.server = LinkServer(self.path, hello=PARKED, deliver=self.inbox.put, log=self.lines.append, max_buffer=1 << 20)
+        self.server = LinkServer(self.path, hello=PARKED, deliver=self.deliver, log=self.lines.append, max_buffer=1 << 20)
         self.server.start()
         self.gateways: list[Gateway] = []
+
+    def deliver(self, messages: Sequence[Incoming]) -> None:
+        for message in messages:
+            self.inbox.put(message)
 
     def connect(self) -> tuple[Gateway, int]:
         """Return the gateway and the number of its connection."""

@@ -117,7 +117,7 @@ class Recorder:
 def intake() -> tuple[Intake, Recorder]:
     recorder = Recorder()
     made = Intake(recorder, lambda: None)  # type: ignore[arg-type]
-    made.deliver(LinkChanged(1))
+    made.deliver([LinkChanged(1)])
     return made, recorder
 
 
@@ -132,7 +132,7 @@ def last(rid: str) -> Token:
 def test_a_request_that_comes_again_after_its_cancel_waits_for_the_step_boundary() -> None:
     requests, engine = intake()
     for message in (submit("a", "x"), Cancel(rid="a"), submit("a", "x")):
-        requests.deliver(message)
+        requests.deliver([message])
     assert requests.take(ACTIVE, 1) == []
     assert engine.calls == [("submit", "a"), ("cancel", "a")]
     assert requests.waiting and requests.live == 0
@@ -145,7 +145,7 @@ def test_a_request_that_comes_again_after_its_cancel_waits_for_the_step_boundary
 def test_a_cancel_reaches_a_request_that_still_waits_for_the_boundary() -> None:
     requests, engine = intake()
     for message in (submit("a", "x"), Cancel(rid="a"), submit("a", "x"), Cancel(rid="a")):
-        requests.deliver(message)
+        requests.deliver([message])
     requests.take(ACTIVE, 1)
     requests.passing([])
     assert engine.calls == [("submit", "a"), ("cancel", "a")]
@@ -154,16 +154,16 @@ def test_a_cancel_reaches_a_request_that_still_waits_for_the_boundary() -> None:
 
 def test_a_change_of_gateway_cancels_everything_and_forgets_what_is_finished() -> None:
     requests, engine = intake()
-    requests.deliver(submit("a", "x"))
-    requests.deliver(submit("b", "x"))
+    requests.deliver([submit("a", "x")])
+    requests.deliver([submit("b", "x")])
     requests.take(ACTIVE, 1)
     assert requests.passing([last("a")]) == [last("a")]
-    requests.deliver(submit("a", "x"))
+    requests.deliver([submit("a", "x")])
     requests.take(ACTIVE, 1)
     assert engine.calls[2:] == [], "a duplicate of a finished request"
-    requests.deliver(LinkChanged(2))
-    requests.deliver(submit("a", "x"))
-    requests.deliver(submit("b", "x"))
+    requests.deliver([LinkChanged(2)])
+    requests.deliver([submit("a", "x")])
+    requests.deliver([submit("b", "x")])
     requests.take(ACTIVE, 1)
     assert engine.calls[2:] == [("cancel", "b"), ("submit", "a")]
     assert requests.connection == 2
@@ -173,16 +173,16 @@ def test_a_change_of_gateway_cancels_everything_and_forgets_what_is_finished() -
 
 def test_refusals_meant_for_a_gateway_that_is_gone_are_not_for_the_next() -> None:
     requests, _ = intake()
-    requests.deliver(submit("a", "x", epoch=9))
-    requests.deliver(LinkChanged(2))
-    requests.deliver(submit("b", "x", epoch=9))
+    requests.deliver([submit("a", "x", epoch=9)])
+    requests.deliver([LinkChanged(2)])
+    requests.deliver([submit("b", "x", epoch=9)])
     assert [one.rid for one in requests.take(ACTIVE, 1)] == ["b"]
 
 
 @pytest.mark.parametrize("state", [state for state in EngineState if state is not ACTIVE])
 def test_only_an_active_engine_takes_requests(state: EngineState) -> None:
     requests, engine = intake()
-    requests.deliver(submit("a", "x"))
+    requests.deliver([submit("a", "x")])
     (rejected,) = requests.take(state, 1)
     assert (rejected.status, rejected.retryable, engine.calls) == (503, True, [])
 
@@ -190,8 +190,8 @@ def test_only_an_active_engine_takes_requests(state: EngineState) -> None:
 def test_resumed_requests_are_counted_by_epoch() -> None:
     requests, _ = intake()
     replay = Replay(prompt_ids=(1,), output_ids=(2,), delivered_chars=1)
-    requests.deliver(Submit(rid="a", epoch=1, sampling=submit("a", "x").sampling, replay=replay))
-    requests.deliver(submit("b", "x"))
+    requests.deliver([Submit(rid="a", epoch=1, sampling=submit("a", "x").sampling, replay=replay)])
+    requests.deliver([submit("b", "x")])
     requests.take(ACTIVE, 1)
     assert requests.resumed == 1
     requests.begin()
@@ -200,7 +200,7 @@ def test_resumed_requests_are_counted_by_epoch() -> None:
 
 def test_a_rejection_by_the_engine_ends_the_request() -> None:
     requests, _ = intake()
-    requests.deliver(submit("a", "x"))
+    requests.deliver([submit("a", "x")])
     requests.take(ACTIVE, 1)
     refusal = Rejected(rid="a", epoch=1, status=400, message="no")
     assert requests.passing([refusal]) == [refusal]
