@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +18,9 @@ from shadowsup.supervisor.protocol import Event
 
 KEEP_EVENTS = 10_000
 """Events in memory; older ones are in the file."""
+BACKLOG = 10_000
+"""Lines that wait for the disk at most."""
+CLOSE_S = 2.0
 MAX_FILE = 16 * 2**20
 """Bytes of ``events.jsonl`` before it becomes ``events.jsonl.1`` (one is kept)."""
 
@@ -23,30 +28,58 @@ log = logging.getLogger("shadowsup.journal")
 
 
 class LineFile:
-    """JSON lines, appended, rotated once. A disk that cannot be written costs the lines and nothing else: ``lost`` counts them."""
+    """JSON lines, appended, rotated once, from a thread of its own: a disk that hangs or is full costs lines and nothing else.
 
-    def __init__(self, path: Path, max_size: int = MAX_FILE) -> None:
+    ``lost`` counts the lines that could not be written.
+    """
+
+    def __init__(self, path: Path, max_size: int = MAX_FILE, backlog: int = BACKLOG) -> None:
         self.path = path
         self.lost = 0
         self._max = max_size
+        self._backlog = backlog
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._fd = -1
 
     def append(self, line: bytes) -> None:
-        """Write one line. Never raises: what happens matters more than its record."""
-        try:
-            if self._fd < 0:
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            if os.fstat(self._fd).st_size + len(line) > self._max:
-                self.path.replace(self.path.with_name(self.path.name + ".1"))
-                self.close()
-                self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            os.write(self._fd, line + b"\n")
-        except OSError as error:
+        """Have one line written. Never waits, never raises."""
+        if self._thread is None:
+            # A daemon: at the end of the process nobody waits for a disk that hangs.
+            self._thread = threading.Thread(target=self._run, name=f"write-{self.path.name}", daemon=True)
+            self._thread.start()
+        if self._queue.qsize() >= self._backlog:
             self.lost += 1
-            if self.lost == 1:
-                log.warning("cannot write %s: %s", self.path, error.strerror)
+        else:
+            self._queue.put(line)
 
     def close(self) -> None:
+        """Write what is queued, waiting `CLOSE_S` at most. Idempotent."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_S)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (line := self._queue.get()) is not None:
+            try:
+                self._write(line + b"\n")
+            except OSError as error:
+                self.lost += 1
+                if self.lost == 1:
+                    log.warning("cannot write %s: %s", self.path, error.strerror)
+        self._close_file()
+
+    def _write(self, data: bytes) -> None:
+        if self._fd < 0:
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if os.fstat(self._fd).st_size + len(data) > self._max:
+            self._close_file()
+            self.path.replace(self.path.with_name(self.path.name + ".1"))
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        os.write(self._fd, data)
+
+    def _close_file(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

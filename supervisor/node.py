@@ -37,12 +37,15 @@ from shadowsup.supervisor.policy.model import NurseryState, WorkerState
 from shadowsup.supervisor.protocol import SCHEMA
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Registry
+from shadowsup.supervisor.routing import RouteTable
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.subreaper import Reaper
-from shadowsup.wire.engine import GatewayBeat, Report, Route, Routes, WorkerRoute
+from shadowsup.wire.engine import GatewayBeat, Report, Routes
 from shadowsup.wire.gateway import GatewaySpec
 
 PART_START_S = 30.0
+STOP_MARGIN_S = 30.0
+"""Beyond a worker's stop timeout: what its engines' ends have bounds for, each. Nothing waits for ever."""
 OBSERVE_S = 5.0
 """One engine's tree is looked at this often, in turn."""
 
@@ -92,8 +95,7 @@ class Node:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._route_version = 0
-        self._routes_due = False
+        self._routes = RouteTable(paths, self.workers.values, self._send_routes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.journal = Journal(paths.state / "events.jsonl")
         self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl")
@@ -257,8 +259,14 @@ class Node:
         for owner in self.workers.values():
             owner.put(m.StopWorker(hurry=self._hurry.is_set()))
         for owner in self.workers.values():
-            await owner.until(lambda owner=owner: owner.policy.settled)  # type: ignore[misc]
-            self._report(f"worker {owner.name} has stopped")
+            policy = owner.policy
+            bound_s = policy.settings.stop_timeout_s + STOP_MARGIN_S
+            if await owner.until(lambda: policy.settled, bound_s):  # noqa: B023 (awaited before the next turn)
+                self._report(f"worker {owner.name} has stopped")
+            else:
+                left = ", ".join(policy.engines)
+                self.journal.add("worker.stuck", f"{owner.name} did not stop: {left} left", level="error", worker=owner.name)
+                self._report(f"worker {owner.name} did not stop: {left} left")
         for nursery in self.nurseries:
             await nursery.stop()
         if self.keeper is not None:
@@ -294,7 +302,7 @@ class Node:
         if isinstance(report, GatewayBeat):
             first = self.gateway is not None and self.gateway.take_beat(report)
             if first:
-                self._send_routes()
+                self._routes.publish()
             return first
         owner = self.workers.get(peer.rpartition(".")[0])
         return owner is not None and owner.report(report)
@@ -327,35 +335,11 @@ class Node:
             self.journal.add("keeper.free_failed", f"memory of {worker} was not freed: {error}", level="warning", worker=worker)
 
     def routes_changed(self) -> None:
-        """Tell the gateway, once for all that changes in this turn of the loop."""
-        if not self._routes_due:
-            self._routes_due = True
-            asyncio.get_running_loop().call_soon(self._send_routes)
+        self._routes.changed()
 
-    def _send_routes(self) -> None:
-        self._routes_due = False
-        self._route_version += 1
+    def _send_routes(self, routes: Routes) -> None:
         if self.gateway is not None and self.gateway.beat is not None:
-            self.beats.send(GATEWAY, self.routes())
-
-    def routes(self) -> Routes:
-        """Return the gateway's whole table."""
-        return Routes(version=self._route_version, workers=tuple(self._route(owner) for owner in self.workers.values()))
-
-    def _route(self, owner: WorkerOwner) -> WorkerRoute:
-        policy, config = owner.policy, owner.recipe.config
-        kept = config.engine.keeps_memory
-        return WorkerRoute(
-            worker=owner.name,
-            served_name=config.public_name,
-            kind="link" if kept else "http",
-            state=policy.state.value,
-            epoch=policy.epoch,
-            engines=tuple(Route(engine=e.id, socket=str(self.paths.link(e.id))) for e in policy.routable()),
-            upstream=getattr(policy, "upstream", ""),
-            give_up_after_s=policy.give_up_after_s,
-            reason=policy.reason,
-        )
+            self.beats.send(GATEWAY, routes)
 
     async def _observe(self) -> None:
         """Look at one engine's tree in turn, so that what it detaches stays known (P04)."""

@@ -42,7 +42,8 @@ class ScribePart(Part):
         return [sys.executable, "-m", "shadowsup.supervisor.scribe", "--socket", socket_path, "--ready-fd", str(ready_fd)]
 
     async def output(self) -> int:
-        return os.open(self.host.paths.log("scribe"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        return await asyncio.to_thread(os.open, self.host.paths.log("scribe"), flags, 0o600)  # the disk may hang
 
     async def connect(self) -> None:
         await self.host.scribe.connect()

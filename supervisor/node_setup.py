@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import resource
 import socket
@@ -83,7 +84,8 @@ def refuse_leftovers(path: Path) -> None:
 
 
 def prepare_process() -> None:
-    """Orphans of our trees become our children; as many open files as allowed."""
+    """Orphans of our trees become our children; as many open files as allowed; warnings to stderr."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     become_subreaper()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

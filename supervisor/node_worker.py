@@ -189,7 +189,13 @@ class WorkerOwner:
 
     async def _start(self, process: EngineProcess, action: m.Spawn) -> None:
         client = self.nursery.client if self.nursery is not None else None
-        await process.start(action.how, client, refill=action.refill)
+        try:
+            await process.start(action.how, client, refill=action.refill)
+        except Exception as error:
+            # A defect, but an engine whose fate nobody tells the policy would be waited for until the start-up timeout.
+            log.exception("%s could not be started", process.id)
+            self.put(m.SpawnFailed(process.id, action.how, f"{type(error).__name__}: {error}"))
+            return
         await self.recipe.watch(process, self.put)
 
     def _announce(self, action: m.Announce) -> None:

@@ -21,7 +21,8 @@ from shadowsup.supervisor.process import Child, SpawnPlan, terminate
 from shadowsup.supervisor.registry import Entry, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
 
-KILL_TIMEOUT_S = 5.0
+HOPELESS_RESTARTS = 2
+"""A part that never served and ended this often after its first start will not serve: the node's start fails and says why."""
 
 log = logging.getLogger("shadowsup.parts")
 
@@ -51,6 +52,9 @@ class Part:
         self.child: Child | None = None
         self.running = asyncio.Event()
         """Set while the part serves."""
+        self._ran = False
+        self._hopeless = asyncio.Event()
+        """Set when it has ended again and again and never served."""
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._bringing: asyncio.Task[None] | None = None
@@ -109,11 +113,15 @@ class Part:
         Raises:
             SupervisorError: it does not; the message has its last output.
         """
+        running, hopeless = asyncio.ensure_future(self.running.wait()), asyncio.ensure_future(self._hopeless.wait())
         try:
-            async with asyncio.timeout(timeout_s):
-                await self.running.wait()
-        except TimeoutError:
-            raise SupervisorError(f"the {self.name} did not start: {self.policy.reason or 'no answer'}") from None
+            await asyncio.wait({running, hopeless}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (running, hopeless):
+                task.cancel()
+            await asyncio.gather(running, hopeless, return_exceptions=True)
+        if not self.running.is_set():
+            raise SupervisorError(f"the {self.name} did not start: {self.policy.reason or 'no answer'}")
 
     def retire(self) -> None:
         """It may end from now on: nothing starts it again."""
@@ -212,6 +220,7 @@ class Part:
     def _serving(self, child: Child) -> None:
         again = self.policy.restarts > 0
         self._apply(self.policy.ready(time.monotonic()))
+        self._ran = True
         self.running.set()
         text = f"{self.name} is {'back' if again else 'running'} (pid {child.pid})"
         self.host.journal.add(f"{self.what}.running", text, pid=child.pid)
@@ -233,6 +242,8 @@ class Part:
 
     def _ended(self, why: str) -> None:
         self._apply(self.policy.ended(time.monotonic(), why))
+        if not self._ran and self.policy.restarts >= HOPELESS_RESTARTS:
+            self._hopeless.set()
         self.changed()
 
     def changed(self) -> None:
