@@ -62,10 +62,17 @@ class Engine(Protocol):
     def geometry(self) -> KvGeometry: ...
 
     def warm(self, arena: KvArena) -> None:
-        """Run what the first request would pay for. The arena is backed by scratch: any block may be written, nothing is kept."""
+        """Run what the first request would pay for. The arena is backed by scratch: any block may be written, nothing is kept.
+
+        Nor is anything distinct: one piece of scratch lies behind many blocks. ``arena.size`` is `KvGeometry.size` rounded up to what the
+        device maps. Addresses stay for the life of the process.
+        """
 
     def follow(self, ledger: LedgerReader) -> None:
-        """Parked: bring the copy of the index up to date with the owner's (cheap; called every few 10 ms)."""
+        """Parked: bring the copy of the index up to date with the owner's (cheap; called every few 10 ms).
+
+        Another ``ledger`` than the last time (compare by identity) belongs to other blocks: what was known of the old ones is void.
+        """
 
     def promote(self, ledger: LedgerWriter, *, fenced: bool) -> tuple[int, int]:
         """The arena now holds the worker's real blocks and ``ledger`` is ours. Restore the prefix index.
@@ -93,13 +100,16 @@ class Engine(Protocol):
         """
 
     @property
-    def phase(self) -> Phase: ...
+    def phase(self) -> Phase:
+        """What the next step will do, as far as is known between steps; beats carry it while that step runs."""
 
     @property
-    def inflight(self) -> int: ...
+    def inflight(self) -> int:
+        """Requests that hold blocks."""
 
     @property
-    def queued(self) -> int: ...
+    def queued(self) -> int:
+        """Requests that wait, and answers that the next step will give: with both 0 the runtime calls no `step`."""
 
     def kv_counts(self) -> KvCounts | None: ...
 

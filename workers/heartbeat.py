@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import threading
 import time
 from collections import deque
@@ -18,11 +19,13 @@ from dataclasses import dataclass
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from shadowsup.wire import engine as wire
 from shadowsup.wire.engine import Beat, EngineState, KvCounts, Phase
 from shadowsup.workers.doorbell import Doorbell
+
+_EVENT = struct.Struct("=HI")
+"""First frame of a monitor message: event, value (zmq_socket_monitor(3); zmq.utils.monitor would import asyncio)."""
 
 _RECONNECT_MS, _RECONNECT_MAX_MS = 20, 200
 _KEPT_REPORTS = 256
@@ -155,7 +158,8 @@ class Heart:
         """Take what happened to the connection. Returns whether there is one now."""
         connected = False
         while monitor.poll(0):
-            connected = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            event, _ = _EVENT.unpack(monitor.recv_multipart()[0])
+            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if not connected:
                 unsure = [report for sent_s, report in self._sent if time.monotonic() - sent_s < _UNSURE_S]
                 self._reports.extendleft(reversed(unsure))
