@@ -431,6 +431,26 @@ async def test_a_worker_that_leaves_the_table_fails_its_requests_with_words(node
     assert (await node.post(CHAT)).status == 404
 
 
+async def test_an_engine_that_leaves_the_table_gives_its_requests_to_the_next(node: Node) -> None:
+    active, shadow = await node.pair()
+    asked = node.post(STREAM)
+    first = await active.submit()
+    active.accept(first)
+    active.say(first, "a", (1,), 1)
+    stream = events(await asked)
+    await next_event(stream)
+    assert text_of(await next_event(stream)) == "a"
+    await node.supervisor.route(node.row(shadow))  # the epoch has not grown, and the engine is alive
+    await asyncio.wait_for(active.disconnected.wait(), 10)
+    await node.supervisor.beat(lambda beat: beat.streams_held == 1)
+    shadow.activate(2)
+    second = await shadow.submit()
+    assert second.replay is not None and second.replay.output_ids == (1,)
+    shadow.accept(second)
+    shadow.say(second, "b", (2,), 2, "stop")
+    assert await text_to_the_end(stream) == ("b", "stop")
+
+
 async def test_a_lost_supervisor_changes_nothing_for_the_clients(node: Node) -> None:
     active, shadow = await node.pair()
     node.supervisor._socket.unbind(node.supervisor.endpoint)
