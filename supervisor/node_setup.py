@@ -31,6 +31,8 @@ from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.subreaper import become_subreaper
 
 FETCH_LINES = 20
+NO_NURSERY = "SHADOWSUP_NO_NURSERY"
+"""Environment of the supervisor: with 1 there is no nursery, every engine is spawned cold (``shadowsup bench`` measures that rung)."""
 
 
 @contextlib.contextmanager
@@ -182,6 +184,9 @@ async def plan(
             if key not in fetched:
                 fetched[key] = await fetch(recipe.model, worker.revision, recipe.python, recipe.env, report)
             recipe.revision = fetched[key] or worker.revision
+        if os.environ.get(NO_NURSERY) == "1":
+            made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus))
+            continue
         nursery = NurseryPlan(engine=worker.engine.value, preload=_preload(kind), python=recipe.python, env=_nursery_env(worker, recipe))
         if nursery not in made.nurseries:
             made.nurseries.append(nursery)
