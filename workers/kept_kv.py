@@ -9,6 +9,7 @@ from shadowsup.memkeeper.ledger import LedgerReader, LedgerWriter, initialise, l
 from shadowsup.memkeeper.protocol import Fingerprint, Kind
 from shadowsup.workers.api import KvGeometry
 from shadowsup.workers.arena import KvArena
+from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.mapping import round_up
 
 MAX_SLAB = 64 * 1024**3
@@ -164,7 +165,7 @@ class KeptKv:
         self._close_handles()
 
     def _get(self, *, fresh: bool, timeout_s: float | None = None) -> HandleSet:
-        return self._keeper.get_kv(
+        handles = self._keeper.get_kv(
             self._worker,
             self._fingerprint,
             self._slabs,
@@ -174,6 +175,16 @@ class KeptKv:
             fresh=fresh,
             timeout_s=timeout_s,
         )
+        if self._device != "host":
+            from shadowsup.workers.cuda_memory import check_manifest
+
+            try:
+                for slab in handles.slabs:
+                    check_manifest(slab.manifest, self._device)
+            except WorkerError:
+                handles.close()
+                raise
+        return handles
 
     def _close_handles(self) -> None:
         self.reader.close()

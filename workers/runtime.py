@@ -170,6 +170,7 @@ class EngineProcess:
         self._open["arena"] = self._arena.close
         self._arena.map_scratch()
         self._engine.warm(self._arena)
+        self._arena.rest()  # nothing runs before the promotion, which then has nothing to take away
         kept_kv.rehearse()
         # What is loaded stays: the collector need not walk it again and again while streams run.
         gc.collect()
