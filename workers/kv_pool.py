@@ -364,6 +364,10 @@ class KvPool:
         if not self.fenced:
             return
         missing = self._reserve_target - len(self._reserve)
+        if missing < 0:  # an owner with a larger reserve set them aside
+            surplus = [self._reserve.popleft() for _ in range(-missing)]
+            self._journal.clear_reserve(surplus)
+            self._free.extend(surplus)
         if missing <= 0:
             return
         if evict and missing > len(self._free):

@@ -7,7 +7,8 @@ Semantics, in this order:
 
 1. penalties on output tokens (OpenAI's: ``presence`` once, ``frequency`` a time);
 2. fewer than ``min_tokens`` output tokens: end-of-sequence ids cannot be chosen (and stop strings are not looked for, see detokenize);
-3. ``temperature`` 0: the highest logit, of equal ones the lowest id; what follows is for the others;
+3. ``temperature`` 0 (or below 0.00001, where the division would overflow): the highest logit, of equal ones the lowest id; what follows
+   is for the others;
 4. ``top_k``, then ``top_p`` over what is left, both by threshold: tokens that tie with the last one kept are kept too, so that the result
    does not depend on the order of a sort;
 5. noise, and the argmax.
@@ -25,6 +26,7 @@ from shadowsup.wire.link import Sampling
 
 _M32 = 0xFFFFFFFF
 _M64 = 0xFFFFFFFFFFFFFFFF
+_GREEDY_BELOW = 1e-5
 _SORTED = 1024
 """Logits sorted for top-p at first; a row whose nucleus is wider is sorted whole."""
 
@@ -52,7 +54,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
 def _sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     _penalise(logits, rows)
     _hold_eos(logits, rows)
-    drawn = [at for at, row in enumerate(rows) if row.sampling.temperature > 0.0]
+    drawn = [at for at, row in enumerate(rows) if row.sampling.temperature >= _GREEDY_BELOW]
     if not drawn:
         return _argmax(logits)
     if len(drawn) == len(rows):

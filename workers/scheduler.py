@@ -141,7 +141,8 @@ class Scheduler:
 
     def _admit(self, budget: int) -> Iterator[Chunk]:
         for request in list(self._waiting):
-            if budget == 0 or len(self._running) >= self._limits.max_batch:
+            # Every request needs a new block, if only for its newest token.
+            if budget == 0 or len(self._running) >= self._limits.max_batch or self.pool.available == 0:
                 return
             hit = self._match(request)
             needed = self._blocks_for(request.total) - len(hit)

@@ -163,6 +163,22 @@ def test_a_prompt_that_is_none_is_the_clients_error(active: Host, request_: Subm
     assert status == 400 and words in message and named == param
 
 
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"presence_penalty": float("inf")}, "presence_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_a_number_that_would_spoil_a_step_is_refused(active: Host, options: dict[str, Any], param: str) -> None:
+    """A step that raises ends the engine, and the replay would end the next one."""
+    assert rejected(active, submit("a", prompt_of(5), **options))[::2] == (400, param)
+
+
 def test_a_request_for_another_epoch_is_sent_back(active: Host) -> None:
     stream = active.run(submit("a", prompt_of(5), epoch=9))[0]
     assert stream.rejected is not None and stream.rejected.status == 409 and stream.rejected.retryable

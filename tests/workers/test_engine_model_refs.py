@@ -107,7 +107,10 @@ def test_the_digest_changes_with_the_files(folder: Path) -> None:
     changed = resolve(str(folder), None, no_hub).digest()
     assert changed != before, "content counts"
     os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert resolve(str(folder), None, no_hub).digest() != changed, "time counts"
+    later = resolve(str(folder), None, no_hub).digest()
+    assert later != changed, "time counts"
+    (folder / "config.json").write_text('{"eos_token_id": 5}')
+    assert resolve(str(folder), None, no_hub).digest() != later, "what is kept beside the weights counts"
 
 
 def cached_repository(home: Path, folder: Path) -> Path:

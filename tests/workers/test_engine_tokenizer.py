@@ -75,6 +75,11 @@ def test_messages_that_do_not_fit_are_the_clients_error(codec: HubCodec, message
     assert refused.value.param == param
 
 
+def test_half_a_surrogate_pair_is_the_clients_error(codec: HubCodec) -> None:
+    with pytest.raises(PromptError, match="UTF-16"):
+        codec.encode("a\ud800")
+
+
 def test_a_template_of_the_config_replaces_the_models(codec: HubCodec, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}]
     own = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"

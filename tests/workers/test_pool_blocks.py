@@ -187,6 +187,16 @@ def test_a_reserve_that_could_not_be_filled_is_filled_when_blocks_come_back() ->
         successor.check()
 
 
+def test_a_smaller_reserve_gives_the_rest_back_at_the_fence() -> None:
+    with ledger(12) as kept:
+        kept.pool(reserve=6)
+        successor = kept.pool(reserve=2, fenced=False)
+        assert successor.counts().reserve == 6, "before the fence all of them help"
+        successor.fence()
+        assert successor.counts().reserve == len(kept.reserved()) == 2 and successor.counts().free == 10
+        successor.check()
+
+
 def test_blocks_released_before_the_fence_may_be_written_again() -> None:
     with ledger(12) as kept:
         kept.pool(reserve=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 
@@ -10,7 +11,7 @@ import torch
 from shadowsup.memkeeper.ledger import Follower, LedgerReader, LedgerWriter
 from shadowsup.wire.engine import EngineSpec, KvCounts, Phase
 from shadowsup.wire.link import Rejected, Sampling, Submit
-from shadowsup.workers.api import KvGeometry, StepResult
+from shadowsup.workers.api import Engine, KvGeometry, StepResult
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.detokenize import Detokenizer
 from shadowsup.workers.errors import WorkerError
@@ -176,7 +177,7 @@ class TransformersEngine:
         except PromptError as error:
             self._reject(request, 400, str(error), param=error.param)
             return
-        if (problem := self._too_long(request, prompt)) is not None:
+        if (problem := _bad_number(request.sampling) or self._too_long(request, prompt)) is not None:
             self._reject(request, 400, problem[0], param=problem[1])
             return
         assert self._loaded is not None
@@ -308,6 +309,23 @@ def _device(spec: EngineSpec) -> torch.device:
     return torch.device("cuda", spec.rank)
 
 
-def create() -> TransformersEngine:
+def _bad_number(sampling: Sampling) -> tuple[str, str] | None:
+    """Return (message, parameter) for a number that would spoil a step: it would spoil the successor's as well, and so on."""
+    wanted = {
+        "temperature": (0.0 <= sampling.temperature < math.inf, "0 or more"),
+        "top_p": (0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "0 or more"),
+        "presence_penalty": (math.isfinite(sampling.presence_penalty), "a number"),
+        "frequency_penalty": (math.isfinite(sampling.frequency_penalty), "a number"),
+        "max_tokens": (sampling.max_tokens is None or sampling.max_tokens > 0, "1 or more"),
+        "min_tokens": (sampling.min_tokens >= 0, "0 or more"),
+    }
+    for name, (fine, what) in wanted.items():
+        if not fine:
+            return f"{name} must be {what}, not {getattr(sampling, name)}", name
+    return None
+
+
+def create() -> Engine:
     """The registry's factory."""
     return TransformersEngine()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.transformers.model_ref import HubLookup
 
 _WANTED = ("*.json", "*.jinja", "*.safetensors", "tokenizer*", "*.model", "*.txt")
 _PROGRESS_S = 2.0
@@ -24,7 +25,7 @@ def cached(repository: str, revision: str | None, gguf: str | None) -> Path:
 
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=_patterns(gguf), local_files_only=True))
-    except (LocalEntryNotFoundError, FileNotFoundError) as error:
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise WorkerError(
             f"model {repository}{at} is not in the local cache",
@@ -33,7 +34,7 @@ def cached(repository: str, revision: str | None, gguf: str | None) -> Path:
         ) from error
 
 
-def download(progress: Callable[[str], None]) -> Callable[[str, str | None, str | None], Path]:
+def download(progress: Callable[[str], None]) -> HubLookup:
     """Return a lookup that downloads what is missing and tells ``progress`` a line now and then.
 
     The lookup raises WorkerError: fatal where there is no such repository, revision or permission; not fatal for the network.

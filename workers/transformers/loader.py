@@ -132,8 +132,7 @@ def _publish(
             deviation = float(getattr(config, "initializer_range", 0.02) or 0.02)
             tensors.fill_random(kept, lambda key: tensors.view(writer.tensors[key], device), deviation)
         else:
-            for key, tensor in kept.items():
-                tensors.view(writer.tensors[key], device).copy_(tensor)
+            tensors.copy(kept, lambda key: tensors.view(writer.tensors[key], device))
     except BaseException:
         writer.abort()
         raise
@@ -257,9 +256,11 @@ def _eos(config: Any, generation: Any) -> frozenset[int]:
 
 def _positions(config: Any) -> int:
     longest = int(getattr(config, "max_position_embeddings", None) or 2**20)
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _SCALED_ROPE:
-        # Beyond it one long sequence would change the frequencies of all others in its batch, and of the KV kept of it.
-        original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        longest = min(longest, int(original)) if original else longest
+    given: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    # One set for all layers, or one for each kind of layer.
+    for rope in (given, *(one for one in given.values() if isinstance(one, Mapping))):
+        if rope.get("rope_type") in _SCALED_ROPE:
+            # Beyond it one long sequence would change the frequencies of all others in its batch, and of the KV kept of it.
+            original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            longest = min(longest, int(original)) if original else longest
     return longest

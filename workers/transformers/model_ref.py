@@ -26,6 +26,7 @@ from shadowsup.workers.errors import WorkerError
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SAMPLED = 1024 * 1024
 """Bytes hashed at each end of a weight file: enough to tell files apart, cheap enough for every start."""
+_SMALL = ("*.json", "*.jinja", "*.model")
 
 
 class RefKind(enum.Enum):
@@ -61,10 +62,16 @@ class ModelFiles:
         return [self.folder / self.gguf] if self.gguf else sorted(self.folder.glob("*.safetensors"))
 
     def digest(self) -> str:
-        """Return a digest of the weight files' names, sizes, times and ends; for a pinned commit there is nothing to look at."""
+        """Return a digest of the weight files' names, sizes, times and ends, and of the small files that are kept with them.
+
+        For a pinned commit there is nothing to look at.
+        """
         if self.revision is not None:
             return "commit"
         state = hashlib.sha256()
+        if self.folder is not None and self.gguf is None:
+            for name in sorted(file.name for pattern in _SMALL for file in self.folder.glob(pattern)):
+                state.update(f"{name}\0".encode() + (self.folder / name).read_bytes())
         for file in self.weight_files():
             stat = file.stat()
             state.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())

@@ -136,18 +136,24 @@ def _mismatch(what: str) -> WorkerError:
     )
 
 
-def fill_random(tensors: Mapping[str, torch.Tensor], fill: Callable[[str], torch.Tensor], deviation: float) -> None:
+def copy(tensors: Mapping[str, torch.Tensor], target: Callable[[str], torch.Tensor]) -> None:
+    """Write ``tensors`` to the memory that ``target`` gives for a key."""
+    for key, tensor in tensors.items():
+        target(key).copy_(tensor)
+
+
+def fill_random(tensors: Mapping[str, torch.Tensor], target: Callable[[str], torch.Tensor], deviation: float) -> None:
     """Write the weights of a dummy model: the same each time for the same names and shapes, and small enough to stay finite.
 
-    ``fill``: the memory for a key. Norms are ones, biases zeros, matrices normal with ``deviation``; what is not on meta is copied.
+    ``target``: the memory for a key. Norms are ones, biases zeros, matrices normal with ``deviation``; what is not on meta is copied.
     """
     for at, (key, tensor) in enumerate(tensors.items()):
-        target = fill(key)
+        memory = target(key)
         if not tensor.is_meta:
-            target.copy_(tensor)
+            memory.copy_(tensor)
         elif key.endswith("bias"):
-            target.zero_()
+            memory.zero_()
         elif tensor.dim() < 2:
-            target.fill_(1.0)
+            memory.fill_(1.0)
         else:
-            target.normal_(0.0, deviation, generator=torch.Generator(target.device).manual_seed(at + 1))
+            memory.normal_(0.0, deviation, generator=torch.Generator(memory.device).manual_seed(at + 1))

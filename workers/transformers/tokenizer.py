@@ -28,7 +28,7 @@ class Codec(Protocol):
     """What an engine needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """Return ids of a plain prompt, with the special tokens that the tokenizer adds."""
+        """Return ids of a plain prompt, with the special tokens that the tokenizer adds. Raises PromptError."""
 
     def chat(self, messages: Messages) -> list[int]:
         """Return ids of a conversation, ready for the assistant's turn. Raises PromptError."""
@@ -55,7 +55,7 @@ class HubCodec:
         self._renderer = PreTrainedTokenizerFast(tokenizer_object=self._backend, **self._special)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text).ids)
+        return self._ids(text, "prompt", special=True)
 
     def chat(self, messages: Messages) -> list[int]:
         if self._template is None:
@@ -69,7 +69,13 @@ class HubCodec:
         except Exception as error:  # a template may raise whatever it likes
             raise PromptError(f"the chat template does not accept these messages: {error}", "messages") from error
         # The template has written the special tokens itself.
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, "messages", special=False)
+
+    def _ids(self, text: str, param: str, *, special: bool) -> list[int]:
+        try:
+            return list(self._backend.encode(text, add_special_tokens=special).ids)
+        except (TypeError, UnicodeError) as error:
+            raise PromptError("the text has half a UTF-16 pair, which is no character", param) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=True))
