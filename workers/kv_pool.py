@@ -77,11 +77,10 @@ class PrefixIndex:
             del self._block_of[digest]
             self.held[block] = False
 
-    def sync(self, ids: npt.NDArray[np.intp], valid: npt.NDArray[np.bool_], words: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
+    def sync(self, ids: npt.NDArray[np.intp], valid: npt.NDArray[np.bool_], words: npt.NDArray[np.uint64]) -> None:
         """Make the entries of ``ids`` what ``valid`` and ``words`` (a row an id) say; costs what differs.
 
-        Returns:
-            ids that are valid but hold what another block already holds (they are not indexed).
+        Of several blocks with the same content one is indexed.
         """
         differs = self.held[ids] != valid
         differs |= valid & (self.words[ids] != words).any(axis=1)
@@ -89,12 +88,8 @@ class PrefixIndex:
         for block in ids[rows].tolist():
             self.remove(block)
         rows = rows[valid[rows]]
-        twins = [
-            block
-            for block, digest, row in zip(ids[rows].tolist(), from_array(words[rows]), words[rows], strict=True)
-            if not self.add(block, digest, row)
-        ]
-        return np.asarray(twins, dtype=np.intp)
+        for block, digest, row in zip(ids[rows].tolist(), from_array(words[rows]), words[rows], strict=True):
+            self.add(block, digest, row)
 
 
 class IndexMirror:
@@ -293,9 +288,9 @@ class KvPool:
         words = np.zeros((self.blocks, 2), np.uint64)
         valid[entries.ids[usable]] = True
         words[entries.ids] = entries.hashes
-        twins = self._index.sync(np.arange(self.blocks), valid, words)
-        # A mirror may have known one of two equal blocks and skipped the other, which is not a difference to `sync`.
-        dropped = np.union1d(entries.ids[~usable], np.union1d(twins, np.flatnonzero(valid & ~self._index.held))).astype(np.intp)
+        self._index.sync(np.arange(self.blocks), valid, words)
+        # Unusable ones, and those whose content another block holds too.
+        dropped = entries.ids[~self._index.held[entries.ids]]
         if len(dropped):
             self._journal.invalidate(dropped)
         self._last_use[entries.ids] = entries.last_use
