@@ -131,6 +131,7 @@ class Heart:
             self._loop(socket, monitor, poller)
         finally:
             socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close(linger=int(self._linger_s * 1000))
             context.term()
 

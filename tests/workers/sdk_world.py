@@ -178,8 +178,9 @@ class Gateway:
         self._unpacker = framing.Unpacker()
         self._events: list[link.FromEngine] = []
         self.frames = 0
-        self.hello = self.next()
-        assert isinstance(self.hello, Hello)
+        hello = self.next()
+        assert isinstance(hello, Hello)
+        self.hello = hello
 
     def close(self) -> None:
         self.socket.close()

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_nobody_can_write_to_sealed_weights_and_addresses_stay(clients: list[Kee
     other = WeightStore(clients[1]).attach(PRINT)
     assert other is not None
     for one in (kept, other):
-        assert dies_of(lambda one=one: one.tensors["embed"].array().fill(2)) == signal.SIGSEGV
+        assert dies_of(partial(one.tensors["embed"].array().fill, 2)) == signal.SIGSEGV
     rights = [line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if "weights" in line and "memfd" in line]
     assert rights == ["r--s"] * 2
     kept.close()
