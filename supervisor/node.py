@@ -183,7 +183,7 @@ class Node:
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
         self.gateway.start()
         if plans.backend is not None:
-            self.keeper = KeeperPart(self.part_host, plans.backend, lambda: None)
+            self.keeper = KeeperPart(self.part_host, plans.backend)
             self.keeper.start()
         for number, nursery in enumerate(plans.nurseries):
             fork_server = NurseryPart(
@@ -322,6 +322,14 @@ class Node:
         self._control.publish(event)
 
     # --- what workers ask for ---------------------------------------------------------------------------------------------------
+
+    def quarantine(self, gpus: tuple[str, ...]) -> None:
+        """Keep every worker off these GPUs."""
+        for gpu in self.gpus:
+            if gpu["uuid"] in gpus:
+                gpu["state"] = "quarantined"
+        for owner in self.workers.values():
+            owner.put(m.GpusQuarantined(frozenset(gpus)))
 
     def free_memory(self, worker: str) -> None:
         self.run_task(self._free(worker))

@@ -54,11 +54,10 @@ class KeeperPart(Part):
 
     what = "keeper"
 
-    def __init__(self, host: PartHost, backend: str, changed: Callable[[], None]) -> None:
+    def __init__(self, host: PartHost, backend: str) -> None:
         super().__init__(host, PartSettings(name="memkeeper"))
         self.vault: Vault | None = None
         self._backend = backend
-        self._changed = changed
 
     def argv(self, ready_fd: int) -> Sequence[str]:
         command = [sys.executable, "-m", "shadowsup.memkeeper", "--socket", str(self.host.paths.keeper), "--backend", self._backend]
@@ -101,9 +100,6 @@ class KeeperPart(Part):
     async def close_vault(self) -> None:
         if self.vault is not None:
             await self.vault.close()
-
-    def changed(self) -> None:
-        self._changed()
 
 
 class NurseryPart(Part):

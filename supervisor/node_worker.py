@@ -33,6 +33,8 @@ class Surroundings(Protocol):
 
     def routes_changed(self) -> None: ...
 
+    def quarantine(self, gpus: tuple[str, ...]) -> None: ...
+
     def free_memory(self, worker: str) -> None: ...
 
     def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
@@ -164,6 +166,8 @@ class WorkerOwner:
                     record = self.policy.engines.get(engine)
                     self.engines[engine].wants_tail = record is not None and not record.committed and record.stop is None
                     self.engines[engine].kill_tree()
+            case m.Quarantine(gpus=gpus):
+                self._node.quarantine(gpus)
             case m.Forget(engine=engine):
                 process = self.engines.pop(engine, None)
                 if process is not None:

@@ -49,5 +49,5 @@ class RouteTable:
             engines=tuple(Route(engine=engine.id, socket=str(self._paths.link(engine.id))) for engine in policy.routable()),
             upstream=policy.upstream if isinstance(policy, CommandPolicy) else "",
             give_up_after_s=policy.give_up_after_s,
-            reason=policy.reason,
+            reason=policy.reason.partition("\n")[0],  # clients are not shown an engine's output
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from shadowsup.supervisor.policy.messages import Announce, KillTree, Send, Signal, WorkerAction
+from shadowsup.supervisor.policy.messages import Announce, KillTree, Quarantine, Send, Signal, WorkerAction
 from shadowsup.supervisor.policy.model import KILL_AGAIN_S, KILL_BOUND_S, ORDER_GRACE_S, EngineRecord, StopLadder, WorkerSettings
 from shadowsup.wire.engine import EngineState, Release, Role, Stop
 
@@ -31,7 +31,7 @@ def skip(engines: Iterable[EngineRecord], settings: WorkerSettings, now_s: float
 def push(engine: EngineRecord, settings: WorkerSettings, now_s: float) -> tuple[list[WorkerAction], float]:
     """Return what is due for an engine that is ending, and when to ask again (``inf``: when something happens)."""
     if engine.dying:
-        return _bury(engine, now_s)
+        return _bury(engine, settings, now_s)
     ladder = engine.stop
     if ladder is None:
         return [], float("inf")
@@ -55,12 +55,12 @@ def push(engine: EngineRecord, settings: WorkerSettings, now_s: float) -> tuple[
         text = f"{engine.id} did not exit within {settings.stop_timeout_s:g} s of the order to stop: SIGKILL sent"
         actions.append(Announce("engine.killed", text, "warning", engine.id))
         engine.verdict_s, engine.cause = now_s, "did not stop in time"
-        more, again_s = _bury(engine, now_s)
+        more, again_s = _bury(engine, settings, now_s)
         return actions + more, again_s
     return actions, kill_s if ladder.signalled else min(kill_s, max(signal_s, now_s) if engine.pid is not None else kill_s)
 
 
-def _bury(engine: EngineRecord, now_s: float) -> tuple[list[WorkerAction], float]:
+def _bury(engine: EngineRecord, settings: WorkerSettings, now_s: float) -> tuple[list[WorkerAction], float]:
     """SIGKILL and again until the tree is gone: a fork can slip through one sweep. After the bound it is quarantined, once."""
     actions: list[WorkerAction] = []
     if engine.killed_s is None:
@@ -74,4 +74,5 @@ def _bury(engine: EngineRecord, now_s: float) -> tuple[list[WorkerAction], float
         engine.state = EngineState.QUARANTINED
         text = f"{engine.id} is still there {KILL_BOUND_S:g} s after SIGKILL (stuck in the kernel)"
         actions.append(Announce("engine.quarantined", text, "error", engine.id))
+        actions.append(Quarantine(engine.id, settings.gpus))
     return actions, engine.kill_again_s

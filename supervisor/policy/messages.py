@@ -78,6 +78,13 @@ class NurseryChanged:
 
 
 @dataclass(frozen=True)
+class GpusQuarantined:
+    """A process that cannot be killed holds these GPUs (UUIDs): nothing may be started or promoted onto them."""
+
+    gpus: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Ready:
     """Command engines: the probe has answered; ``upstream`` is where it serves."""
 
@@ -130,6 +137,7 @@ WorkerEvent = (
     | Frozen
     | Gone
     | NurseryChanged
+    | GpusQuarantined
     | Ready
     | RunWorker
     | StopWorker
@@ -175,6 +183,14 @@ class KillTree:
 
 
 @dataclass(frozen=True)
+class Quarantine:
+    """The engine cannot be killed: its GPUs are out of use, for every worker of the node."""
+
+    engine: str
+    gpus: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Forget:
     """The engine is gone: remove its files."""
 
@@ -211,4 +227,4 @@ class PublishRoutes:
     """What the gateway must know has changed."""
 
 
-WorkerAction = Spawn | Send | Signal | KillTree | Forget | Announce | Record | FreeMemory | PublishRoutes
+WorkerAction = Spawn | Send | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | PublishRoutes

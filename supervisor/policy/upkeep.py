@@ -6,6 +6,8 @@ events arrive decides nothing, and a lost occasion is found again at the next ev
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from shadowsup.supervisor.policy import detector, ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import (
@@ -28,7 +30,7 @@ from shadowsup.wire.engine import EngineState, Role
 NEVER_S = float("inf")
 
 
-class Upkeep:
+class Upkeep(ABC):
     """The state of one worker, and what must be done about it."""
 
     def __init__(self, settings: WorkerSettings, *, nursery: NurseryState = NurseryState.NONE) -> None:
@@ -44,6 +46,8 @@ class Upkeep:
         self.cold_start_s: float | None = None
         self.timeline: Timeline | None = None
         self.deadline_s = NEVER_S
+        self.quarantined: set[str] = set()
+        """GPUs that nothing may be started or promoted onto."""
         self._fork_trusted = True
         self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
@@ -117,11 +121,9 @@ class Upkeep:
         self.deadline_s = NEVER_S
         self._watch(now_s)
         if self.desired is Desired.STOP or self.down_reason:
-            for engine in self.engines.values():
-                if engine.stop is None and not engine.dying:
-                    ladder.begin(engine, now_s)
+            self._end_all(now_s)
+        self._push_ends(now_s)  # the first blow falls before anything is promoted
         self._promote(now_s)
-        self._push_ends(now_s)
         self._start_service(now_s)
         self._drain_active()
         self._fence(now_s)
@@ -178,7 +180,7 @@ class Upkeep:
                 self._lost_active(engine, now_s)  # the ladder ran out on a hand-over
 
     def _promote(self, now_s: float) -> None:
-        if self.desired is Desired.STOP or self.down_reason:
+        if self.desired is Desired.STOP or self.down_reason or self._blocked():
             return
         decision = self.succession.decide(list(self.engines.values()), now_s)
         if decision is None:
@@ -207,11 +209,15 @@ class Upkeep:
         """Nobody serves and nobody is about to: start an engine, as fast as this machine allows."""
         if self.desired is not Desired.RUN or self.down_reason or self.active is not None:
             return
-        if any(e.parked or e.loading for e in self.engines.values()):
+        if any((e.parked and not self._blocked()) or e.loading for e in self.engines.values()):
+            return
+        if self._blocked():
+            stuck = ", ".join(sorted(self.quarantined & set(self.settings.gpus)))
+            self._go_down(f"GPU {stuck} is quarantined: a process that cannot be killed holds it", now_s)
             return
         if self._service.exhausted(now_s):
             limit = f"gave up after {self.settings.max_failures} restarts within {self.settings.window_s:g} s"
-            self.down_reason = f"{limit}; last: {self.last_failure}"
+            self._go_down(f"{limit}; last: {self.last_failure}", now_s)
             return
         if now_s < self._service.not_before_s:
             self._at(self._service.not_before_s)
@@ -219,6 +225,16 @@ class Upkeep:
         if self.nursery is NurseryState.STARTING and self.epoch == 0 and self._service.in_a_row == 0:
             return  # its imports are the longest part of a cold start too: wait for it
         self._spawn(now_s, refill=False)
+
+    def _end_all(self, now_s: float) -> None:
+        for engine in self.engines.values():
+            if engine.live:
+                ladder.begin(engine, now_s)
+
+    def _go_down(self, reason: str, now_s: float) -> None:
+        self.down_reason = reason
+        self._end_all(now_s)
+        self._push_ends(now_s)
 
     def _refill(self, now_s: float) -> None:
         """Keep N shadows parked, one start at a time, when the streams run again."""
@@ -236,7 +252,7 @@ class Upkeep:
         if any(e.loading for e in self.engines.values()):
             return
         if self._missing() > 0:
-            if self.nursery is NurseryState.STARTING or self.shadow_reason:
+            if self.nursery is NurseryState.STARTING or self.shadow_reason or self._blocked():
                 return
             if now_s < self._shadow.not_before_s:
                 self._at(self._shadow.not_before_s)
@@ -244,6 +260,10 @@ class Upkeep:
             self._spawn(now_s, refill=True)
         else:
             self._replace_stale(active, now_s)
+
+    def _blocked(self) -> bool:
+        """Say whether a GPU of this worker is quarantined (P06). What serves there already goes on."""
+        return not self.quarantined.isdisjoint(self.settings.gpus)
 
     def _missing(self) -> int:
         """Shadows to start. An engine that is on its way out has no place any more, a stale one still has."""
@@ -366,11 +386,13 @@ class Upkeep:
     def _do(self, action: m.WorkerAction) -> None:
         self._actions.append(action)
 
+    @abstractmethod
     def _condemn(self, engine: EngineRecord, cause: str, now_s: float) -> None:
-        raise NotImplementedError
+        """Pass the verdict: this engine is dead, or will be at once."""
 
+    @abstractmethod
     def _lost_active(self, engine: EngineRecord, now_s: float) -> None:
-        raise NotImplementedError
+        """The active engine was condemned."""
 
 
 _CALM = (WorkerState.STARTING, WorkerState.HEALTHY, WorkerState.STOPPING, WorkerState.STOPPED, WorkerState.DRAINING)

@@ -70,6 +70,8 @@ class WorkerPolicy(Upkeep):
             case m.NurseryChanged(state=state):
                 self.nursery = state
                 self._fork_trusted = self._fork_trusted or state is NurseryState.READY
+            case m.GpusQuarantined(gpus=gpus):
+                self.quarantined |= gpus
             case m.Drill():
                 if event.engine in self.engines:
                     self.engines[event.engine].excused = True
@@ -104,6 +106,8 @@ class WorkerPolicy(Upkeep):
 
     def _forgive(self) -> None:
         self.down_reason = self.shadow_reason = self.last_failure = ""
+        if not any(e.state is EngineState.QUARANTINED for e in self.engines.values()):
+            self.quarantined.clear()  # the operator says that it is well again
         self._service.reset()
         self._shadow.reset()
 

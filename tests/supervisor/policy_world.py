@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.invariants import validate
 from shadowsup.supervisor.policy.model import NurseryState, WorkerSettings
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import Recovery
@@ -177,7 +178,7 @@ class World:
                 case m.FreeMemory():
                     self.freed += 1
                     self.kv_set += 1
-        self.check()
+        validate(self.policy)
 
     def _promote(self, name: str, order: Promote) -> None:
         body = self.bodies[name]
@@ -199,18 +200,6 @@ class World:
         if self.obeys and name in self.bodies:
             self._later.append(m.Died(name, frozen=True))
             self._later.append(m.Gone(name, status))
-
-    def check(self) -> None:
-        """The invariants of the policy's own state."""
-        policy = self.policy
-        active = policy.active
-        assert active is None or not active.dying or policy.deadline_s < float("inf")
-        owners = [e for e in policy.engines.values() if e.epoch > 0 and e.epoch == policy.epoch]
-        assert len(owners) <= 1, f"two engines of one epoch: {owners}"
-        live = [e for e in policy.engines.values() if e.live]
-        assert len(live) <= 1 + max(self.settings.shadows, 0) + (1 if active is None else 0), f"spawned twice: {live}"
-        loading = [e for e in live if e.loading and not e.parked]
-        assert len(loading) <= 1, f"two starts at once: {loading}"
 
     def sent(self, kind: type) -> list[m.Send]:
         return [a for a in self.actions if isinstance(a, m.Send) and isinstance(a.order, kind)]

@@ -98,9 +98,8 @@ def test_the_parked_shadow_is_promoted_in_the_same_breath_as_the_eof() -> None:
     w.bodies["chat.1"].frozen = True
     actions = w.tell(m.Died("chat.1", frozen=True))
     kinds = [type(a).__name__ for a in actions if not isinstance(a, m.Announce | m.Record)]
-    assert kinds[0] == "Send", "the promotion comes before the sweep for the rest of the tree"
+    assert kinds == ["KillTree", "Send", "PublishRoutes"]
     assert w.promotions[-1] == ("chat.2", Promote(epoch=2, keep_kv=True, fenced=False))
-    assert "KillTree" in kinds and "PublishRoutes" in kinds
 
 
 def test_nothing_is_promoted_before_the_old_tree_is_frozen() -> None:
@@ -557,6 +556,25 @@ def test_p06_a_successor_serves_while_the_old_tree_cannot_be_killed() -> None:
         w.beat("chat.3")
     assert w.policy.engines["chat.1"].state is EngineState.QUARANTINED
     assert w.policy.state is WorkerState.HEALTHY
+
+
+def test_p06_nothing_is_started_or_promoted_onto_a_quarantined_gpu() -> None:
+    w = world(shadows=0, gpus=("GPU-1",), obeys=False)
+    w.serve()
+    w.tell(m.Died("chat.1"))
+    w.advance(11.0)
+    assert m.Quarantine("chat.1", ("GPU-1",)) in w.actions
+    other = world(shadows=1, gpus=("GPU-1",))
+    other.serve()
+    other.tell(m.GpusQuarantined(frozenset({"GPU-1"})))
+    assert other.policy.state is WorkerState.HEALTHY, "what serves there goes on"
+    promotions, spawns = len(other.promotions), len(other.spawns)
+    other.die("chat.1")
+    assert (len(other.promotions), len(other.spawns)) == (promotions, spawns)
+    assert other.policy.state is WorkerState.DOWN
+    assert "GPU-1 is quarantined" in other.policy.reason
+    other.tell(m.RestartWorker())
+    assert len(other.spawns) == spawns + 1, "the operator says that it is well again"
 
 
 def test_a_planned_failover_lets_the_active_finish_its_step_first() -> None:
