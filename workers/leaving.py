@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+
+_INSIST_S = 0.05
 
 
 class Leave(BaseException):
@@ -23,6 +26,7 @@ class Leaving:
         self._on_signal = on_signal
         self._interruptible = False
         self._asked = False
+        self._insisting = False
         self._main = threading.current_thread() is threading.main_thread()
 
     @contextlib.contextmanager
@@ -53,16 +57,29 @@ class Leaving:
         finally:
             self._interruptible = False
 
+    def over(self) -> None:
+        """Interrupt nothing any more, whatever unwound how."""
+        self._interruptible = False
+
     def ask(self) -> None:
         """Any thread: end what is interruptible. Elsewhere the step thread sees the order itself."""
         self._asked = True
-        if self._interruptible and self._main:
-            # A signal gets the step thread out of system calls, and between two bytecodes.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if self._interruptible and self._main and not self._insisting:
+            self._insisting = True
+            threading.Thread(target=self._insist, name="leaving", daemon=True).start()
+
+    def _insist(self) -> None:
+        """Signal the step thread until it has left. Once is not enough: a signal that comes just before a system call does not interrupt
+        it, and an exception that is raised in a destructor goes no further."""
+        step_thread = threading.main_thread().ident
+        while self._interruptible and step_thread is not None:
+            signal.pthread_kill(step_thread, signal.SIGTERM)
+            time.sleep(_INSIST_S)
 
     def _handle(self, number: int, frame: object) -> None:
         self._asked = True
         if self._interruptible:
-            self._interruptible = False  # once: what follows is the way out
+            self.ask()
             raise Leave
-        self._on_signal()
+        if not self._insisting:
+            self._on_signal()

@@ -367,6 +367,7 @@ class EngineProcess:
 
     def _end(self, code: ExitCode) -> ExitCode:
         """Leave. After a failure only what is seen from outside is closed: the rest goes with the process, whatever state it is in."""
+        self._leaving.over()
         log.info("leaving with status %d (%s)", code, code.name.lower())
         if code is ExitCode.STOPPED:
             self._state(EngineState.STOPPING)
