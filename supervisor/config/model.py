@@ -12,7 +12,18 @@ from pathlib import Path
 from signal import Signals
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, Strict, ValidationInfo, WithJsonSchema, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    Strict,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from shadowsup.supervisor.config import units
 from shadowsup.supervisor.config.gpus import gpu_list
@@ -36,6 +47,9 @@ from shadowsup.supervisor.config.scalars import (
 )
 
 VERSION = 1
+
+STATE_ROOT = "~/.local/state/shadowsup"
+"""Logs and history of nodes that name no ``state_dir``, in a folder for each."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$"
 ENV_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
@@ -90,12 +104,20 @@ class NodeSection(Section):
 
     name: Name = "node"
     """Names the runtime directory; two nodes on one machine need two names."""
-    state_dir: Annotated[FilePath, Field(validate_default=True)] = Path("~/.local/state/shadowsup")
-    """Logs and the history of recoveries live here, on disk."""
+    state_dir: FilePath = Path(f"{STATE_ROOT}/node")
+    """Logs and the history of recoveries live here, on disk. Left out: ~/.local/state/shadowsup/NAME, a folder for each node."""
     runtime_dir: FilePath | None = None
     """Sockets and process records. null: /run/shadowsup/NAME (root), $XDG_RUNTIME_DIR/shadowsup/NAME, or /tmp/shadowsup-UID/NAME."""
     group: Text | None = None
     """A Unix group whose members may use the reading verbs (status, memory, events, …)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_state(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "state_dir" in data:
+            return data
+        name = data.get("name", "node")
+        return {**data, "state_dir": f"{STATE_ROOT}/{name}" if isinstance(name, str) else STATE_ROOT}
 
 
 class MemkeeperSection(Section):

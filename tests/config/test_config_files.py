@@ -162,3 +162,20 @@ def test_secrets_are_hidden_by_name_and_by_the_variable_they_came_from(load_text
 def test_names_and_command_lines_with_secrets_are_known() -> None:
     assert [is_secret_name(name) for name in ("HF_TOKEN", "apiKey", "db_password", "Secret", "PATH")] == [True, True, True, True, False]
     assert redact_command(["a", "--key", "-b", "x", "--token", "5"]) == ["a", "--key", "-b", "x", "--token", "5"]
+
+
+# --- where a node keeps its logs --------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_that_say_nothing_of_it_share_no_state(load_text: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    text = "version: 1\nnode: {name: NAME}\nworkers: [{name: chat, engine: transformers, model: x}]\n"
+    found = [load_text(text.replace("NAME", name)).config.node.state_dir for name in ("one", "two")]
+    assert found == [Path("/home/someone/.local/state/shadowsup/one"), Path("/home/someone/.local/state/shadowsup/two")]
+    unnamed = load_text(text.replace("node: {name: NAME}\n", "")).config.node
+    assert (unnamed.name, unnamed.state_dir) == ("node", Path("/home/someone/.local/state/shadowsup/node"))
+
+
+def test_a_state_directory_that_is_named_is_taken_as_it_is(load_text: Load, tmp_path: Path) -> None:
+    text = "version: 1\nnode: {name: one, state_dir: /var/log/x}\nworkers: [{name: chat, engine: transformers, model: x}]\n"
+    assert load_text(text).config.node.state_dir == Path("/var/log/x")
