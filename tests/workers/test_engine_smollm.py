@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,7 @@ def generated(publisher: Host) -> list[list[int]]:
     """64 greedy tokens a prompt by transformers' own generate over the same weights."""
     loaded = publisher.engine._loaded
     assert loaded is not None
-    model = AutoModelForCausalLM.from_config(loaded.model.config, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(loaded.model.config), attn_implementation="sdpa", dtype=torch.float32)
     model.load_state_dict({name: value.clone() for name, value in loaded.model.state_dict().items()})
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     found = []
