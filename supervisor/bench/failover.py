@@ -1,15 +1,13 @@
 """Kill the active engine under load, again and again, and check every token that a client was given.
 
 The reference is the same prompts, run undisturbed before the first kill on the same node, greedy. A kill is a SIGKILL from outside to the
-engine's leader, as an operator or the kernel's OOM killer would send it. Nothing here looks into the node: what counts is what clients see,
-and what ``status`` and ``recoveries`` say afterwards.
+engine's leader, as an operator or the kernel's OOM killer would send it. What counts is what clients see; the node's own timeline is read
+afterwards and told from the kill on, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import os
 import random
 import signal
@@ -21,28 +19,40 @@ from typing import Any
 import aiohttp
 
 from shadowsup.supervisor.bench.client import Stream, stream_chat
-from shadowsup.supervisor.bench.node import Node, engine_pid
+from shadowsup.supervisor.bench.figures import cached_share, difference, percentiles
+from shadowsup.supervisor.bench.node import Node, engine_of
+from shadowsup.supervisor.bench.prompts import Chat, chats, payload, sized_chats
 from shadowsup.supervisor.errors import SupervisorError
 
-_FILLER = """
-harbour winter engine copper garden letter river signal mountain paper silver window bridge morning market thunder
-lantern orchard compass violin feather tunnel island granite harvest mirror station velvet canyon beacon cradle meadow
-"""
-_WORDS = _FILLER.split()
+__all__ = ["Kill", "Plan", "chats_of", "difference", "measure", "undisturbed"]
+
+STEPS = ("freeze", "promote", "first_token", "fence", "refill")
+"""Of a recovery's timeline, each in ms from the verdict."""
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """``prompt_words``: words of filler in each prompt (a word of it is 1 to 2 tokens)."""
+    """``prompt_tokens``: of each prompt, at least; None: ``prompt_words`` words of filler (a word is 1 to 2 tokens).
+
+    ``model``: the name that clients use. ``worker``: None is the first one.
+    """
 
     kills: int
     streams: int
     prompt_words: int = 600
+    prompt_tokens: int | None = None
     output_tokens: int = 96
     seed: int = 0
     settle_timeout_s: float = 120.0
     model: str = ""
+    worker: str | None = None
     block_tokens: int = 16
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what identifies a run, for JSON."""
+        return {"kills": self.kills, "streams": self.streams, "output_tokens": self.output_tokens, "seed": self.seed}
 
 
 @dataclass(kw_only=True)
@@ -52,78 +62,81 @@ class Kill:
     number: int
     at_token: int
     resumed_ms: list[float] = field(default_factory=list)
-    first_ms: float | None = None
     longest_gap_ms: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     cached_share: list[float] = field(default_factory=list)
     settled_ms: float | None = None
+    node_ms: dict[str, float] = field(default_factory=dict)
+    """When the node saw the death, froze, promoted, sent the first token, fenced, had its shadow again."""
+    kind: str = ""
+
+    @property
+    def first_ms(self) -> float | None:
+        """When the first of the clients got its next token."""
+        return min(self.resumed_ms, default=None)
 
 
-def prompts(plan: Plan) -> list[list[dict[str, str]]]:
-    """Return one chat for each stream: different from the first words on, so that no two share a block."""
-    rng = random.Random(plan.seed)
-    chats = []
-    for number in range(plan.streams):
-        filler = " ".join(rng.choice(_WORDS) for _ in range(plan.prompt_words))
-        chats.append([{"role": "user", "content": f"Story {number}: {filler}. Continue this story in your own words, at length."}])
-    return chats
-
-
-def payload(plan: Plan, chat: Sequence[dict[str, str]], max_tokens: int | None = None) -> dict[str, Any]:
-    return {
-        "model": plan.model,
-        "messages": list(chat),
-        "temperature": 0,
-        "max_tokens": max_tokens or plan.output_tokens,
-        "ignore_eos": True,
-    }
-
-
-def cached_share(usage: dict[str, Any] | None, block_tokens: int) -> float | None:
-    """Return the share of the prompt's full blocks that were found in kept KV (the last token is always computed again)."""
-    if usage is None:
-        return None
-    full = (usage["prompt_tokens"] - 1) // block_tokens * block_tokens
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return cached / full if full else 1.0
-
-
-def difference(reference: Stream, seen: Stream) -> str | None:
-    """Return what is wrong with ``seen``, or None: lost, repeated or changed tokens, an error, an early end."""
-    if seen.error:
-        return seen.error
-    if not seen.done or seen.finish_reason != reference.finish_reason:
-        return f"ended with {seen.finish_reason!r}, not {reference.finish_reason!r}"
-    if seen.token_ids != reference.token_ids:
-        at = next((i for i, (a, b) in enumerate(zip(reference.token_ids, seen.token_ids, strict=False)) if a != b), -1)
-        return f"token {at} of {len(reference.token_ids)} differs ({len(seen.token_ids)} received)"
-    if seen.text != reference.text:
-        return "same tokens, other text"
-    return None
-
-
-async def measure(node: Node, plan: Plan, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+async def measure(node: Node, plan: Plan, progress: Progress = lambda _: None) -> dict[str, Any]:
     """Run ``plan`` against ``node``; return figures, ready for JSON.
 
     Raises:
         SupervisorError: the node did not come back after a kill, or the undisturbed run failed.
     """
-    chats = prompts(plan)
     url = f"{node.url}/v1/chat/completions"
     rng = random.Random(plan.seed + 1)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20) as session:
+    async with client_session() as session:
+        prompts = await chats_of(session, url, plan)
         progress(f"undisturbed run of {plan.streams} streams")
-        references = await asyncio.gather(*(stream_chat(session, url, payload(plan, chat)) for chat in chats))
-        for reference in references:
-            if reference.error or not reference.done:
-                raise SupervisorError(f"the undisturbed run failed: {reference.error or 'no end'}")
+        references = await undisturbed(session, url, plan, prompts)
+        blocks = (await node.worker(plan.worker))["kv"]["blocks"]
+        needed = sum(-(-_tokens(reference) // plan.block_tokens) for reference in references)
+        if needed > blocks:
+            progress(f"warning: {plan.streams} streams need {needed} KV blocks of {blocks}: what is evicted counts as not cached")
         kills = []
         for number in range(plan.kills):
-            kill = await _one(node, plan, session, url, chats, references, number, rng)
+            kill = await _one(node, plan, session, url, prompts, references, Kill(number=number, at_token=moment(plan, rng)), rng)
             kills.append(kill)
             progress(f"kill {number + 1}/{plan.kills}: first token after {kill.first_ms or -1:.0f} ms, {len(kill.wrong)} wrong")
-    _, out, _ = await node.cli("recoveries", "-o", "json")
-    return summary(plan, references, kills, json.loads(out))
+    return {**summary(plan, references, kills), "kv_blocks": blocks, "kv_blocks_needed": needed}
+
+
+def client_session() -> aiohttp.ClientSession:
+    """Return a session that waits as long as it takes, with a connection of its own for each stream."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20, connector=connector)
+
+
+async def chats_of(session: aiohttp.ClientSession, url: str, plan: Plan) -> list[Chat]:
+    """Return the prompts of ``plan``, one for each stream."""
+    if plan.prompt_tokens is None:
+        return chats(plan.streams, plan.prompt_words, plan.seed)
+
+    async def count(chat: Chat) -> int:
+        answer = await stream_chat(session, url, payload(plan.model, chat, 1))
+        if answer.usage is None:
+            raise SupervisorError(f"a prompt could not be measured: {answer.error or 'no usage'}")
+        return int(answer.usage["prompt_tokens"])
+
+    return await sized_chats(plan.streams, plan.prompt_tokens, plan.seed, count)
+
+
+async def undisturbed(session: aiohttp.ClientSession, url: str, plan: Plan, prompts: Sequence[Chat]) -> list[Stream]:
+    """Run every prompt at once, with nothing in the way.
+
+    Raises:
+        SupervisorError: a stream failed.
+    """
+    asked = [stream_chat(session, url, payload(plan.model, chat, plan.output_tokens)) for chat in prompts]
+    references = await asyncio.gather(*asked)
+    for reference in references:
+        if reference.error or not reference.done or reference.usage is None:
+            raise SupervisorError(f"the undisturbed run failed: {reference.error or 'no end'}")
+    return references
+
+
+def moment(plan: Plan, rng: random.Random) -> int:
+    """Return after how many pieces of every stream to kill: early enough that there is something left to resume."""
+    return rng.randrange(2, max(3, plan.output_tokens * 3 // 4))
 
 
 async def _one(
@@ -131,19 +144,22 @@ async def _one(
     plan: Plan,
     session: aiohttp.ClientSession,
     url: str,
-    chats: Sequence[Sequence[dict[str, str]]],
+    prompts: Sequence[Chat],
     references: Sequence[Stream],
-    number: int,
+    kill: Kill,
     rng: random.Random,
 ) -> Kill:
-    pid = await engine_pid(node, "active")
-    seen = [Stream(sent_s=time.monotonic()) for _ in chats]
-    tasks = [asyncio.create_task(stream_chat(session, url, payload(plan, chat), into)) for chat, into in zip(chats, seen, strict=True)]
-    kill = Kill(number=number, at_token=rng.randrange(2, max(3, plan.output_tokens * 3 // 4)))
+    victim = await engine_of(node, "active", plan.worker)
+    seen = [Stream(sent_s=time.monotonic()) for _ in prompts]
+    asked = [
+        asyncio.create_task(stream_chat(session, url, payload(plan.model, chat, plan.output_tokens), into))
+        for chat, into in zip(prompts, seen, strict=True)
+    ]
     await asyncio.gather(*(stream.reached(kill.at_token) for stream in seen))
+    await asyncio.sleep(rng.uniform(0.0, _step_s(seen)))  # anywhere in a step, not always right after one
     killed_s = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    await asyncio.gather(*tasks)
+    os.kill(victim["pid"], signal.SIGKILL)
+    await asyncio.gather(*asked)
     for stream, reference in zip(seen, references, strict=True):
         problem = difference(reference, stream)
         if problem:
@@ -152,49 +168,65 @@ async def _one(
         if resumed is not None:
             kill.resumed_ms.append(resumed * 1e3)
         kill.longest_gap_ms.append(stream.longest_gap_s() * 1e3)
-    kill.first_ms = min(kill.resumed_ms, default=None)
-    again = await asyncio.gather(*(stream_chat(session, url, payload(plan, chat, max_tokens=1)) for chat in chats))
+    again = await asyncio.gather(*(stream_chat(session, url, payload(plan.model, chat, 1)) for chat in prompts))
     for stream in again:
         share = cached_share(stream.usage, plan.block_tokens)
         if stream.error or share is None:
             kill.wrong.append(stream.error or "no usage")
         else:
             kill.cached_share.append(share)
-    await node.wait_for("healthy", timeout_s=plan.settle_timeout_s)
+    await node.wait_for("healthy", plan.worker, timeout_s=plan.settle_timeout_s)
     kill.settled_ms = (time.monotonic() - killed_s) * 1e3
+    await _ask_node(node, kill, victim["id"], killed_s)
     return kill
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Return p50, p90, p99 (nearest rank) and max, or None for no values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-
-    def rank(share: float) -> float:
-        return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)], 3)
-
-    return {"p50": rank(0.5), "p90": rank(0.9), "p99": rank(0.99), "max": round(ordered[-1], 3), "n": float(len(ordered))}
+def _step_s(streams: Sequence[Stream]) -> float:
+    """Return how long a step takes, roughly."""
+    lengths = [(s.arrivals[-1] - s.arrivals[0]) / (len(s.arrivals) - 1) for s in streams if len(s.arrivals) > 1]
+    return min(lengths, default=0.0)
 
 
-def summary(plan: Plan, references: Sequence[Stream], kills: Sequence[Kill], recoveries: dict[str, Any]) -> dict[str, Any]:
+async def _ask_node(node: Node, kill: Kill, engine: str, killed_s: float) -> None:
+    """Read what the node has noted of this kill."""
+    recoveries = (await node.call("recoveries"))["recoveries"]
+    record = next((one for one in reversed(recoveries) if one["from_engine"] == engine), None)
+    events = (await node.call("events", limit=200))["events"]
+    verdict = next((one for one in reversed(events) if one["event"] == "engine.verdict" and one["engine"] == engine), None)
+    if record is None or verdict is None:
+        kill.wrong.append(f"the node has no recovery from the death of {engine}")
+        return
+    kill.kind = record["kind"]
+    seen_ms = (verdict["mono_s"] - killed_s) * 1e3
+    kill.node_ms = {"death_seen": seen_ms}
+    for step in STEPS:
+        if record.get(f"{step}_ms") is not None:
+            kill.node_ms[step] = seen_ms + record[f"{step}_ms"]
+
+
+def _tokens(stream: Stream) -> int:
+    assert stream.usage is not None
+    return int(stream.usage["total_tokens"])
+
+
+def summary(plan: Plan, references: Sequence[Stream], kills: Sequence[Kill]) -> dict[str, Any]:
     """Put the figures of a run together."""
-    records = recoveries.get("recoveries", [])[-len(kills) :] if kills else []
-    steps = ("detect_ms", "freeze_ms", "promote_ms", "first_token_ms", "fence_ms", "refill_ms")
-    gaps = [stream.longest_gap_s() * 1e3 for stream in references]
     return {
-        "plan": {"kills": plan.kills, "streams": plan.streams, "output_tokens": plan.output_tokens, "seed": plan.seed},
+        "plan": plan.as_dict(),
         "prompt_tokens": [stream.usage["prompt_tokens"] for stream in references if stream.usage],
-        "tokens_checked": sum(len(stream.token_ids) for stream in references) * len(kills),
+        "tokens_checked": sum(stream.usage["completion_tokens"] for stream in references if stream.usage) * len(kills),
+        "ids_checked": all(stream.token_ids for stream in references),
+        "streams_killed": plan.streams * len(kills),
+        "streams_broken": 0,
         "wrong": [{"kill": kill.number, "what": kill.wrong} for kill in kills if kill.wrong],
         "client": {
             "first_token_ms": percentiles([kill.first_ms for kill in kills if kill.first_ms is not None]),
             "each_stream_ms": percentiles([ms for kill in kills for ms in kill.resumed_ms]),
             "longest_gap_ms": percentiles([ms for kill in kills for ms in kill.longest_gap_ms]),
-            "undisturbed_longest_gap_ms": percentiles(gaps),
+            "undisturbed_longest_gap_ms": percentiles([stream.longest_gap_s() * 1e3 for stream in references]),
         },
         "cached_share_min": min((share for kill in kills for share in kill.cached_share), default=None),
         "settled_ms": percentiles([kill.settled_ms for kill in kills if kill.settled_ms is not None]),
-        "node": {step: percentiles([record[step] for record in records if record.get(step) is not None]) for step in steps},
-        "kinds": sorted({record["kind"] for record in records}),
+        "node_ms": {step: percentiles([kill.node_ms[step] for kill in kills if step in kill.node_ms]) for step in ("death_seen", *STEPS)},
+        "kinds": sorted({kill.kind for kill in kills}),
     }

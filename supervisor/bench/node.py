@@ -12,13 +12,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from shadowsup.supervisor import client
 from shadowsup.supervisor.errors import SupervisorError
+
+START = (sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", "{runtime}", "start", "{config}")
+"""How a node is started."""
 
 
 def free_port() -> int:
@@ -29,7 +33,7 @@ def free_port() -> int:
 
 
 class Node:
-    """A running node. ``status`` and ``pid_of`` ask it through the command line, as an operator does."""
+    """A running node. `cli` asks it as an operator does; `call` costs less, so that asking does not change what is measured."""
 
     def __init__(self, folder: Path, config: Path, port: int, process: asyncio.subprocess.Process, output: Path) -> None:
         self.folder = folder
@@ -67,10 +71,17 @@ class Node:
             raise SupervisorError(f"shadowsup {' '.join(arguments)} exited with {child.returncode}: {err.decode().strip()}")
         return child.returncode or 0, out.decode(), err.decode()
 
-    async def status(self) -> dict[str, Any]:
-        _, out, _ = await self.cli("status", "-o", "json")
-        answer: dict[str, Any] = json.loads(out)
+    async def call(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        """Make one request to the supervisor.
+
+        Raises:
+            SupervisorError: it is not there, does not answer, or refuses.
+        """
+        answer: dict[str, Any] = await asyncio.to_thread(client.call, self.runtime_dir, verb, **arguments)
         return answer
+
+    async def status(self) -> dict[str, Any]:
+        return await self.call("status")
 
     async def worker(self, name: str | None = None) -> dict[str, Any]:
         for found in (await self.status())["workers"]:
@@ -102,23 +113,41 @@ class Node:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
 
 
-async def engine_pid(node: Node, role: str, worker: str | None = None) -> int:
-    """Return the pid of the worker's (first) engine in ``role``.
+async def engine_of(node: Node, role: str, worker: str | None = None) -> dict[str, Any]:
+    """Return the worker's (first) engine in ``role``, as the status has it, with its ``id`` and ``pid``.
 
     Raises:
         SupervisorError: there is none.
     """
     for engine in (await node.worker(worker))["engines"]:
         if engine["role"] == role and engine["pid"]:
-            return int(engine["pid"])
+            found: dict[str, Any] = engine
+            return found
     raise SupervisorError(f"the worker has no {role} engine")
+
+
+async def engine_pid(node: Node, role: str, worker: str | None = None) -> int:
+    """Return the pid of `engine_of`."""
+    return int((await engine_of(node, role, worker))["pid"])
 
 
 @contextlib.asynccontextmanager
 async def running(
-    config: dict[str, Any] | Path, *, state: str | None = "healthy", timeout_s: float = 180.0, keep: bool = False
+    config: dict[str, Any] | Path,
+    *,
+    state: str | None = "healthy",
+    timeout_s: float = 180.0,
+    keep: bool = False,
+    start: Sequence[str] = START,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Node]:
-    """Start a node and stop it at the end. ``config``: its content, or a file that is read and given a folder and port of its own.
+    """Start a node and stop it at the end.
+
+    Args:
+        config: its content, or a file that is read; the node gets a folder and a port of its own.
+        state: of every worker, to wait for.
+        start: the command line, with ``{config}`` and ``{runtime}`` where these paths go.
+        environment: added to this process's.
 
     Raises:
         SupervisorError: it did not reach ``state`` in ``timeout_s``, or did not stop cleanly.
@@ -134,16 +163,17 @@ async def running(
     output = folder / "start.log"
     with output.open("wb") as sink:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(folder / "run"), "start", str(path)),
+            *(word.format(config=path, runtime=folder / "run") for word in start),
             stdout=sink,
             stderr=sink,
             stdin=asyncio.subprocess.DEVNULL,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
         )
     node = Node(folder, path, port, process, output)
     try:
         if state is not None:
-            await node.wait_for(state, timeout_s=timeout_s)
+            for worker in content["workers"]:
+                await node.wait_for(state, worker["name"], timeout_s)
         yield node
     finally:
         if process.returncode is None:
