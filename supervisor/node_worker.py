@@ -15,6 +15,7 @@ from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import NurseryPart
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.command import CommandPolicy
+from shadowsup.supervisor.policy.model import PLANNED
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
@@ -219,9 +220,11 @@ class WorkerOwner:
         recovery = action.recovery
         fresh = self._node.recoveries.note(recovery, done=action.done)
         if fresh:
-            text = f"{recovery.from_engine} is lost: {recovery.cause}"
+            planned = recovery.cause == PLANNED
+            text = f"{recovery.from_engine} is {'succeeded' if planned else 'lost'}: {recovery.cause}"
+            level = "info" if planned else "warning"
             self._node.journal.add(
-                "recovery.started", text, level="warning", worker=self.name, engine=recovery.from_engine, epoch=recovery.epoch
+                "recovery.started", text, level=level, worker=self.name, engine=recovery.from_engine, epoch=recovery.epoch
             )
         if action.done:
             parts = [f"{step} {value:.0f} ms" for step in _STEPS if (value := getattr(recovery, f"{step}_ms")) is not None]

@@ -65,6 +65,8 @@ KILL_BOUND_S = 10.0
 KILL_AGAIN_S = 1.0
 PROVEN_PARKED_S = 1.0
 """A shadow that stayed parked this long has shown that it starts; its later death is not a failed start."""
+PLANNED = "planned hand-over"
+"""Cause of a failover that was asked for."""
 LATE_S = 1.0
 """A timer later than this means that the supervisor itself was stopped: silence proves nothing then."""
 

@@ -9,6 +9,7 @@ from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import (
     LATE_S,
+    PLANNED,
     PROVEN_PARKED_S,
     Desired,
     EngineRecord,
@@ -243,7 +244,7 @@ class WorkerPolicy(Upkeep):
             return
         self._close_timeline()
         if engine.stop is not None:
-            engine.cause = "planned hand-over"
+            engine.cause = PLANNED
         self.timeline = Timeline(self.settings.name, engine, self.epoch, now_s, wants_refill=self.settings.shadows > 0)
         self._do(m.Record(self.timeline.recovery))
 
