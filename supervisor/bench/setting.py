@@ -7,7 +7,10 @@ import enum
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from shadowsup.supervisor.config import WorkerConfig, load
+from shadowsup.supervisor.config.loader import loads
 from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.node_setup import NO_NURSERY
@@ -77,13 +80,14 @@ def choose(content: dict[str, Any], name: str | None) -> WorkerConfig:
     """Return the worker to measure: ``name``, or the first one.
 
     Raises:
+        ConfigError: what is wrong with the content.
         SupervisorError: there is none of this name, or its engine keeps no memory.
     """
-    named = [one["name"] for one in content["workers"]]
+    config = loads(yaml.safe_dump(content, sort_keys=False), Path("bench.yaml"), shown="the config of this bench").config
+    named = [one.name for one in config.workers]
     if name is not None and name not in named:
         raise SupervisorError(f"the config has no worker {name}", f"it has {', '.join(named)}", exit_code=ExitCode.USAGE)
-    chosen = next(one for one in content["workers"] if name in (None, one["name"]))
-    worker = WorkerConfig.model_validate(chosen)
+    worker = config.worker(name or named[0])
     if worker.engine is EngineKind.COMMAND:
         raise SupervisorError(
             f"worker {worker.name} is a command engine: it keeps no memory", "name another with --worker", exit_code=ExitCode.USAGE
