@@ -6,12 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MODES = {
-    "shadow": "shadow",
-    "respawn": "no shadow: nursery",
-    "cold": "no nursery: cold spawn",
-    "plain": "without shadowsup",
-}
+_MODES = {"shadow": "shadow", "respawn": "respawn", "cold": "cold spawn", "plain": "plain restart"}
 _STEPS = {
     "death_seen": "death seen",
     "freeze": "frozen",
@@ -80,14 +75,18 @@ def _failover(document: dict[str, Any]) -> list[Table]:
                 _share(result["cached_share_min"]),
             ]
         )
-    columns = ("after kill -9", "first token p50", "p99", "longest gap p50", "max", "broken streams", "wrong", "KV kept")
+    columns = ("kill -9, then", "token p50", "p99", "gap p50", "max", "broken", "wrong", "KV kept")
     summary = Table(title="Failover, seen by clients", columns=columns, rows=rows, notes=_failover_notes(document, modes))
     steps = [
         [name, *(_rank(modes["shadow"]["node_ms"][step], rank) for rank in RANKS)] for step, name in _STEPS.items() if "shadow" in modes
     ]
     if not steps:
         return [summary]
-    steps[4:4] = [["first token at the client", *(_rank(modes["shadow"]["client"]["first_token_ms"], rank) for rank in RANKS)]]
+    client = modes["shadow"]["client"]
+    steps[4:4] = [
+        ["token at the first client", *(_rank(client["first_token_ms"], rank) for rank in RANKS)],
+        ["token at each client", *(_rank(client["each_stream_ms"], rank) for rank in RANKS)],
+    ]
     return [summary, Table(title="Failover to a shadow, from the kill on", columns=("step", *RANKS), rows=steps)]
 
 
@@ -99,15 +98,17 @@ def _failover_notes(document: dict[str, Any], modes: dict[str, dict[str, Any]]) 
     what = "ids and text" if all(result["ids_checked"] for result in modes.values()) else "text"
     notes = [
         f"{plan['kills']} kills a row under {plan['streams']} streams, {prompt}; {engine['model']}, {engine['dtype']}.",
-        f"{checked:,} tokens of shadowsup's rows were compared ({what}) with an undisturbed run; wrong counts streams that differ.",
+        "Token: from the kill to the next token at the first client. Gap: the longest pause of a stream in its whole life.",
+        f"{checked:,} tokens of shadowsup's rows were compared ({what}) with an undisturbed run; wrong: streams that differ from it.",
     ]
     if "plain" in modes:
         caught_up = modes["plain"]["client"]["caught_up_ms"]
-        text = "without shadowsup: the same engine in a server of its own, restarted at once; every client asks again from the start"
+        notes.append(
+            "Plain restart: the same engine in a server without shadowsup, restarted at once; its clients ask again from the start."
+        )
         if caught_up is not None:
             back = f"{milliseconds(caught_up['p50'])} (p50), {milliseconds(caught_up['max'])} (max)"
-            text += f", and has its first token that it did not have before the kill after {back}"
-        notes.append(text + ".")
+            notes.append(f"There the first token that a client did not have before the kill comes after {back}.")
     return notes
 
 

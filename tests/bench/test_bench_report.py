@@ -13,6 +13,7 @@ import pytest
 
 from shadowsup.supervisor.bench import machine
 from shadowsup.supervisor.bench.tables import milliseconds, setting, tables
+from shadowsup.supervisor.cli.output import Column, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +38,7 @@ MODE: dict[str, Any] = {
     "streams_killed": 16,
     "streams_broken": 0,
     "wrong": [],
-    "client": {"first_token_ms": ranks(180.0), "longest_gap_ms": ranks(210.0)},
+    "client": {"first_token_ms": ranks(180.0), "each_stream_ms": ranks(190.0), "longest_gap_ms": ranks(210.0)},
     "cached_share_min": 1.0,
     "node_ms": {step: ranks(1.0) for step in ("death_seen", "freeze", "promote", "first_token", "fence", "refill")},
 }
@@ -77,8 +78,8 @@ def test_a_stale_readme_is_found_and_brought_up_to_date(
     assert text.endswith("<!-- /results -->\nafter\n")
     assert "old figures" not in text
     assert "| shadow | 180 ms | 360 ms | 210 ms | 630 ms | 0 of 16 | 0 | 100% |" in text
-    assert "| without shadowsup | 180 ms | 360 ms | 210 ms | 630 ms | 16 of 16 | 0 | 0% |" in text
-    assert "19.0 s (p50)" in text
+    assert "| plain restart | 180 ms | 360 ms | 210 ms | 630 ms | 16 of 16 | 0 | 0% |" in text
+    assert "comes after 19.0 s (p50), 57.0 s (max)." in text
 
 
 def test_without_results_the_block_is_empty(report: ModuleType, tmp_path: Path) -> None:
@@ -96,6 +97,12 @@ def test_a_readme_without_markers_is_not_touched(report: ModuleType, tmp_path: P
 def test_a_wrong_stream_is_counted_in_the_table(failover: dict[str, Any]) -> None:
     failover["modes"]["shadow"]["wrong"] = [{"kill": 1, "what": ["token 3 of 96 differs", "HTTP 503"]}]
     assert tables(failover)[0].rows[0][6] == "2"
+
+
+def test_every_table_fits_a_terminal(failover: dict[str, Any]) -> None:
+    for made in tables(failover):
+        shown = table([Column(title, right=number > 0, shrink=True) for number, title in enumerate(made.columns)], made.rows, limit=80)
+        assert "…" not in shown
 
 
 def test_a_busy_machine_is_told(failover: dict[str, Any]) -> None:
