@@ -374,7 +374,7 @@ class NodeConfig(Section):
 
     version: Annotated[Literal[1], NUMBER]
     """Version of this format."""
-    node: NodeSection = NodeSection()
+    node: Annotated[NodeSection, Field(default_factory=NodeSection)]
     """This node as a whole."""
     memkeeper: MemkeeperSection = MemkeeperSection()
     """Kept memory."""
