@@ -17,7 +17,7 @@ from shadowsup.supervisor.bench.tables import Table, setting, tables
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-ORDER = ("failover", "throughput", "gateway", "supervisor")
+ORDER = ("failover", "throughput", "neighbour", "gateway", "supervisor")
 """Of the benches, each with a file of its name."""
 
 

@@ -123,6 +123,17 @@ def _throughput(document: dict[str, Any]) -> list[Table]:
     return [Table(title="Steady tokens a second", columns=("one active engine", "median", "min", "max"), rows=rows, notes=[note])]
 
 
+def _neighbour(document: dict[str, Any]) -> list[Table]:
+    plan, figures = document["plan"], document["first_token_ms"]
+    names = {"well": "both workers are well", "recovering": "the other worker recovers"}
+    rows = [[text, *(_rank(figures[name], rank) for rank in RANKS)] for name, text in names.items()]
+    note = (
+        f"{plan['kills']} kills of the other worker, which serves {plan['streams']} streams all the time; "
+        f"{len(document['wrong'])} of its streams differed from an undisturbed run."
+    )
+    return [Table(title="First token of another worker's client", columns=("while", *RANKS), rows=rows, notes=[note])]
+
+
 def _gateway(document: dict[str, Any]) -> list[Table]:
     rows = []
     for run in document["latency"]:
@@ -151,7 +162,13 @@ def _supervisor(document: dict[str, Any]) -> list[Table]:
     return [Table(title=title, columns=("what", "figure"), rows=rows, notes=[f"Watched for {plan['seconds']:g} s."])]
 
 
-_OF: dict[str, Any] = {"failover": _failover, "throughput": _throughput, "gateway": _gateway, "supervisor": _supervisor}
+_OF: dict[str, Any] = {
+    "failover": _failover,
+    "throughput": _throughput,
+    "neighbour": _neighbour,
+    "gateway": _gateway,
+    "supervisor": _supervisor,
+}
 
 
 def _rank(figures: dict[str, float] | None, rank: str) -> str:

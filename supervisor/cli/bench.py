@@ -20,6 +20,7 @@ Runner = Callable[[Callable[[str], None]], Coroutine[Any, Any, dict[str, Any]]]
 Command = Callable[..., Any]
 
 _config = click.argument("config", required=False, type=click.Path(path_type=Path))
+_kills = click.option("--kills", "-n", type=click.IntRange(1, 100_000), default=10, show_default=True, help="How often to kill.")
 _save = click.option("--save", metavar="FILE", type=click.Path(path_type=Path), help="Also write the JSON there.")
 _load_options: list[Callable[[Command], Command]] = [
     click.option("--worker", metavar="NAME", help="The worker to measure. Default: the first one."),
@@ -47,7 +48,7 @@ def bench() -> None:
 
 @bench.command()
 @_config
-@click.option("--kills", "-n", type=click.IntRange(1, 100_000), default=10, show_default=True, help="In each mode.")
+@_kills
 @_with_load
 @click.option("--no-shadow", is_flag=True, help="Also with shadows: 0, where the nursery forks a successor.")
 @click.option("--no-nursery", is_flag=True, help="Also without a nursery, where a successor is spawned cold.")
@@ -94,6 +95,24 @@ def throughput(config: Path | None, rounds: int, output: str, save: Path | None,
 
     content, plan = _setting(config, load, 0)
     _run(lambda progress: measuring.measure(content, plan, rounds, progress), output, save)
+
+
+@bench.command()
+@_config
+@_kills
+@_with_load
+@output_option
+@_save
+def neighbour(config: Path | None, kills: int, output: str, save: Path | None, **load: Any) -> int:
+    """Time to the first token of a second worker's client while the first worker recovers, beside undisturbed.
+
+    Exit code 1: a stream of the first worker lost, repeated or changed a token, or broke.
+    """
+    from shadowsup.supervisor.bench import neighbour as measuring
+
+    content, plan = _setting(config, load, kills)
+    document = _run(lambda progress: measuring.measure(content, plan, progress), output, save)
+    return 1 if document["wrong"] else 0
 
 
 @bench.command()

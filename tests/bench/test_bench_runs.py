@@ -12,7 +12,7 @@ import yaml
 from bench_world import ADAPTERS, START
 from click.testing import CliRunner
 
-from shadowsup.supervisor.bench import cost, gateway, modes, plain, throughput
+from shadowsup.supervisor.bench import cost, gateway, modes, neighbour, plain, throughput
 from shadowsup.supervisor.bench.client import Stream, stream_chat
 from shadowsup.supervisor.bench.failover import Plan, chats_of, client_session
 from shadowsup.supervisor.bench.prompts import chats, payload
@@ -55,6 +55,15 @@ async def test_throughput_of_node_and_plain_server_comes_from_one_run(content: d
     # A step of the toy takes 10 ms at least: two streams have 200 tokens a second at most.
     assert all(0.0 < rate <= 210.0 for rates in document["tokens_per_s"].values() for rate in rates)
     assert document["ratio"] == pytest.approx(document["median_tokens_per_s"]["node"] / document["median_tokens_per_s"]["plain"], rel=1e-2)
+    assert tables(document)[0].rows
+
+
+@pytest.mark.e2e
+async def test_a_neighbours_first_tokens_are_measured_while_the_other_worker_recovers(content: dict[str, Any]) -> None:
+    document = await neighbour.measure(content, PLAN, start=START)
+    assert document["wrong"] == []
+    assert document["first_token_ms"]["well"]["n"] == 2 * neighbour.QUESTIONS
+    assert document["first_token_ms"]["recovering"]["n"] >= 2
     assert tables(document)[0].rows
 
 
