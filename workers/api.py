@@ -45,28 +45,12 @@ class StepResult:
     progressed: bool = False
 
 
-class Engine(Protocol):
-    """One engine adapter."""
-
-    def load(self, spec: EngineSpec, store: WeightStore, progress: Callable[[str], None]) -> None:
-        """Bring the weights up: publish them to ``store`` or map the kept ones.
-
-        Raises:
-            WorkerError: no such model, unsupported architecture, does not fit; ``fatal`` set when a retry cannot help.
-        """
+class Served(Protocol):
+    """An engine from the time it is parked."""
 
     @property
     def max_context(self) -> int:
         """Tokens, prompt and output together."""
-
-    def geometry(self) -> KvGeometry: ...
-
-    def warm(self, arena: KvArena) -> None:
-        """Run what the first request would pay for. The arena is backed by scratch: any block may be written, nothing is kept.
-
-        Nor is anything distinct: one piece of scratch lies behind many blocks. ``arena.size`` is `KvGeometry.size` rounded up to what the
-        device maps. Addresses stay for the life of the process.
-        """
 
     def follow(self, ledger: LedgerReader) -> None:
         """Parked: bring the copy of the index up to date with the owner's (cheap; called every few 10 ms).
@@ -92,6 +76,36 @@ class Engine(Protocol):
     def cancel(self, rid: str) -> None:
         """Forget a request at the next step boundary; unknown ids are ignored."""
 
+    @property
+    def inflight(self) -> int:
+        """Requests that hold blocks."""
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait, and answers that the next step will give: with both 0 the runtime calls no `step`."""
+
+    def kv_counts(self) -> KvCounts | None: ...
+
+
+class Engine(Served, Protocol):
+    """One engine adapter."""
+
+    def load(self, spec: EngineSpec, store: WeightStore, progress: Callable[[str], None]) -> None:
+        """Bring the weights up: publish them to ``store`` or map the kept ones.
+
+        Raises:
+            WorkerError: no such model, unsupported architecture, does not fit; ``fatal`` set when a retry cannot help.
+        """
+
+    def geometry(self) -> KvGeometry: ...
+
+    def warm(self, arena: KvArena) -> None:
+        """Run what the first request would pay for. The arena is backed by scratch: any block may be written, nothing is kept.
+
+        Nor is anything distinct: one piece of scratch lies behind many blocks. ``arena.size`` is `KvGeometry.size` rounded up to what the
+        device maps. Addresses stay for the life of the process.
+        """
+
     def step(self) -> StepResult:
         """Run one step for all scheduled requests and publish the blocks it completed.
 
@@ -102,16 +116,6 @@ class Engine(Protocol):
     @property
     def phase(self) -> Phase:
         """What the next step will do, as far as is known between steps; beats carry it while that step runs."""
-
-    @property
-    def inflight(self) -> int:
-        """Requests that hold blocks."""
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait, and answers that the next step will give: with both 0 the runtime calls no `step`."""
-
-    def kv_counts(self) -> KvCounts | None: ...
 
     def close(self) -> None: ...
 

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from shadowsup.wire.engine import EngineState
 from shadowsup.wire.link import Accepted, Cancel, Rejected, Submit, Token
-from shadowsup.workers.api import Engine
 from shadowsup.workers.link import Incoming
 
 _REMEMBERED = 4096
 """Finished requests whose duplicates are still known."""
 
 
+class Receiver(Protocol):
+    """Who does it; see `shadowsup.workers.api.Engine`."""
+
+    def submit(self, request: Submit) -> None: ...
+    def cancel(self, rid: str) -> None: ...
+
+
 class Intake:
     """``wake``: rings the step loop. `deliver` is for the link thread, everything else for the step thread."""
 
-    def __init__(self, engine: Engine, wake: Callable[[], None], log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, engine: Receiver, wake: Callable[[], None], log: Callable[[str], None] = lambda line: None) -> None:
         self._engine = engine
         self._wake = wake
         self._log = log

@@ -1,0 +1,401 @@
+"""The life of an engine process but for the model: what its supervisor, its keeper and the gateway see of it, stage by stage.
+
+Two kinds of step loop live it: an adapter is driven by `shadowsup.workers.runtime`, a loop of the user's own drives itself
+(`shadowsup.workers.loop`). One thread (the step thread) calls everything here, in order: `start`, `connect`, `hold`, `reserve`, `warmed`,
+`park`, `wait_for_promotion`, then `arrivals`, `stepping`, `stepped` and `obey` again and again, at last `over`.
+
+Beside it run the heart (`shadowsup.workers.heartbeat`), the link to the gateway (`shadowsup.workers.link`) and the keeper's client; they
+hand things over and ring the step thread, and touch neither the engine nor the ledger.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shadowsup.errors import ShadowsupError
+from shadowsup.memkeeper.client import KeeperClient
+from shadowsup.memkeeper.errors import LedgerLost
+from shadowsup.wire.engine import (
+    Drain,
+    EngineSpec,
+    EngineState,
+    Failed,
+    Fence,
+    Fenced,
+    FirstToken,
+    Order,
+    Phase,
+    Promote,
+    Promoted,
+    Release,
+    Stop,
+)
+from shadowsup.wire.link import Accepted, Hello, Rejected, Token
+from shadowsup.workers import kept_kv, process
+from shadowsup.workers.api import KvGeometry, Served
+from shadowsup.workers.arena import KvArena
+from shadowsup.workers.doorbell import Doorbell
+from shadowsup.workers.errors import ExitCode, WorkerError
+from shadowsup.workers.heartbeat import Heart, Vitals
+from shadowsup.workers.intake import Intake
+from shadowsup.workers.kv_watch import KvWatch
+from shadowsup.workers.leaving import Leave, Leaving
+from shadowsup.workers.lifeline import Lifeline
+from shadowsup.workers.link import LinkServer
+from shadowsup.workers.weights import WeightStore
+
+if TYPE_CHECKING:
+    from shadowsup.memkeeper.ledger import LedgerWriter
+    from shadowsup.memkeeper.protocol import Fingerprint
+
+FOLLOW_S = 0.05
+"""How often a parked engine catches up with the ledger."""
+
+IDLE_S = 1.0
+"""How often an idle engine makes sure that the ledger is still its own (an order or a request wakes it at once)."""
+
+STALLED_S = 0.01
+"""How soon a step is tried again that could do nothing though requests wait (for the fence, for blocks)."""
+
+KV_COUNTS_S = 0.1
+"""How often beats get new block counts; counting is not free."""
+
+_CLOSING = ("link", "watch", "engine", "arena", "kv", "keeper")
+"""Nobody is sent anything any more; then the engine, before the memory under its tensors."""
+
+log = logging.getLogger("shadowsup.engine")
+
+
+class Life:
+    """One engine's, on the process's main thread (elsewhere signals are left alone).
+
+    Attributes:
+        device: a device UUID or ``host``.
+        stage: for a failure's report: ``load``, ``warm``, ``park``, ``promote``, ``step``.
+        writer: the ledger, once promoted.
+        promoted: the report of the promotion.
+        open: what an orderly end closes, by the names in `_CLOSING`.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self.device = spec.gpus[spec.rank] if spec.gpus else "host"
+        self.stage = "load"
+        self.writer: LedgerWriter | None = None
+        self.promoted: Promoted | None = None
+        self.open: dict[str, Callable[[], None]] = {}
+        self.leaving = Leaving(self._on_signal)
+        self._bell = Doorbell()
+        self._orders: deque[Order] = deque()
+        self._lifeline = Lifeline(spec.lifeline_fd)
+        self._heart = Heart(
+            engine=spec.engine,
+            endpoint=spec.beat_endpoint,
+            interval_s=spec.heartbeat_s,
+            vitals=Vitals(state=EngineState.LOADING, phase=Phase.LOADING),
+            on_order=self._on_order,
+            log=log.warning,
+        )
+        self._priority: process.Priority | None = None
+        self._engine: Served
+        self._keeper: KeeperClient
+        self._kv: kept_kv.KeptKv
+        self._watch: KvWatch
+        self._arena: KvArena
+        self._intake: Intake
+        self._link: LinkServer
+        self._first_token_sent = False
+        self._kv_counted_s = 0.0
+
+    # --- coming up -------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Beat from now on."""
+        self._heart.start()
+        self._priority = process.Priority.from_environment()  # after the heart, which keeps its own
+
+    def connect(self) -> WeightStore:
+        """Return the weight store of this engine's keeper."""
+        self._keeper = KeeperClient(self.spec.keeper_socket, self.spec.engine)
+        self.open["keeper"] = self._keeper.close
+        return WeightStore(self._keeper, device=self.device, verify=self.spec.verify)
+
+    def hold(self, geometry: KvGeometry, weights: Fingerprint | None) -> None:
+        """Get the worker's KV and ledger, and hold them.
+
+        Raises:
+            OutOfMemory: the keeper cannot create the segments.
+            KeeperError: the keeper refuses or is not there.
+        """
+        self._lifeline.renew()
+        self._kv = kept_kv.KeptKv(
+            self._keeper,
+            worker=self.spec.worker,
+            device=self.device,
+            geometry=geometry,
+            fingerprint=kept_kv.fingerprint(weights, geometry),
+        )
+        self.open["kv"] = self._kv.close
+
+    def reserve(self) -> KvArena:
+        """Return the arena, over scratch."""
+        self.stage = "warm"
+        self._state(EngineState.WARMING, phase=Phase.WARMING, detail="")
+        self._arena = KvArena.reserve(self._kv.size, self.device)
+        self._arena.map_scratch()
+        return self._arena
+
+    def warmed(self) -> None:
+        """The engine is warm: it touches the arena no more until it is promoted."""
+        self._arena.rest()  # nothing runs before the promotion, which then has nothing to take away
+        kept_kv.rehearse()
+        # What is loaded stays: the collector need not walk it again and again while streams run.
+        gc.collect()
+        gc.freeze()
+
+    def park(self, engine: Served) -> None:
+        """Listen for the gateway, follow the ledger, and say so."""
+        self.stage = "park"
+        self._engine = engine
+        self._intake = Intake(engine, self._bell.ring, log.warning)
+        self._link = LinkServer(self.spec.link_socket, hello=self._hello(EngineState.PARKED), deliver=self._intake.deliver, log=log.warning)
+        self.open["link"] = self._link.close
+        self._link.start()
+        self._watch = KvWatch(self._kv, self._bell.ring)
+        self.open["watch"] = self._watch.stop
+        self._watch.start()
+        engine.follow(self._kv.reader)
+        # Descriptors of a dying process are closed newest first: the lifeline once more, now that everything else is open.
+        self._lifeline.renew()
+        self._state(EngineState.PARKED, phase=Phase.PARKED, detail="")
+        log.info("parked")
+
+    def wait_for_promotion(self) -> LedgerWriter:
+        """Follow the ledger until this engine owns it.
+
+        Raises:
+            Leave: it was asked to go instead.
+            LedgerLost: another engine was faster.
+        """
+        while self.writer is None:
+            self._bell.wait(FOLLOW_S)
+            self.obey()
+            if self.writer is None:
+                if self._watch.catch_up():
+                    log.info("another engine took fresh KV blocks: following those")
+                self._refuse(self._intake.take(EngineState.PARKED, 0))
+                self._engine.follow(self._kv.reader)
+        self.stage = "step"
+        return self.writer
+
+    # --- serving ---------------------------------------------------------------------------------------------------------------
+
+    def arrivals(self) -> bool:
+        """Give the engine what came in. Returns whether there is anything to do; if not, it has waited for that a while.
+
+        Raises:
+            LedgerLost: another engine owns the ledger.
+        """
+        writer, engine = self.writer, self._engine
+        assert writer is not None
+        self._bell.clear()  # before the inbox is looked at: what comes later rings again
+        self._refuse(self._intake.take(self._heart.vitals.state, writer.epoch))
+        writer.check()
+        if engine.inflight or engine.queued or self._intake.waiting:
+            return True
+        self._vitals(phase=Phase.IDLE)
+        if not self._orders:
+            self._bell.wait(IDLE_S)
+        return False
+
+    def stepping(self, phase: Phase) -> None:
+        """A step begins."""
+        self._vitals(phase=Phase.PREFILL if phase is Phase.IDLE else phase)
+
+    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase) -> None:
+        """A step has ended: send ``events`` as one frame. ``phase``: what the next one will do.
+
+        Raises:
+            LedgerLost: another engine owns the ledger; nothing was sent.
+        """
+        writer = self.writer
+        assert writer is not None
+        writer.check()  # whoever owns the ledger now speaks to the gateway; we do not
+        passing = self._intake.passing(events)
+        sent = bool(passing) and self._link.send(passing, self._intake.connection)
+        tokens = sum(len(event.ids) for event in passing if isinstance(event, Token))
+        if tokens and sent and not self._first_token_sent:
+            self._first_token_sent = True
+            self._heart.report(
+                FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=time.monotonic(), resumed=self._intake.resumed)
+            )
+        before = self._heart.vitals
+        self._vitals(phase=phase, step=before.step + 1, last_step_s=time.monotonic(), tokens_total=before.tokens_total + tokens)
+
+    def stalled(self) -> None:
+        """The step could do nothing: wait a little for what it waits for."""
+        if not self._intake.waiting and not self._orders:
+            self._bell.wait(STALLED_S)
+
+    def _refuse(self, rejected: Sequence[Rejected]) -> None:
+        if rejected:
+            self._link.send(rejected, self._intake.connection)
+
+    # --- orders ----------------------------------------------------------------------------------------------------------------
+
+    def _on_order(self, order: Order) -> None:
+        """Beat thread: hand ``order`` over."""
+        self._orders.append(order)
+        if isinstance(order, Stop | Release):
+            self.leaving.ask()
+        self._bell.ring()
+
+    def _on_signal(self) -> None:
+        self._orders.append(Stop())
+        self._bell.ring()
+
+    def obey(self) -> None:
+        """Do what the supervisor has ordered.
+
+        Raises:
+            Leave: to go.
+            LedgerLost: to be promoted, and another engine was faster.
+        """
+        while self._orders:
+            order = self._orders.popleft()
+            if isinstance(order, Promote):
+                self._promote(order)
+            elif isinstance(order, Fence):
+                self._fence(order)
+            elif isinstance(order, Drain):
+                self._drain()
+            elif isinstance(order, Release | Stop):
+                raise Leave
+            else:
+                log.warning("order %s is not for an engine, ignored", type(order).__name__)
+
+    def _promote(self, order: Promote) -> None:
+        if self.writer is not None:
+            if self.promoted is not None and order.epoch == self.writer.epoch:
+                self._heart.report(self.promoted)  # asked again by a supervisor that has not heard the answer
+            else:
+                log.warning("ordered to promote to epoch %d while active in epoch %d, ignored", order.epoch, self.writer.epoch)
+            return
+        self.stage = "promote"
+        self._state(EngineState.PROMOTING)
+        if self._priority is not None:
+            self._priority.restore()
+        self._watch.catch_up()
+        self._watch.stop()
+        if not order.keep_kv:
+            self._kv.renew(owner=self.spec.seq, epoch=order.epoch)
+        started = time.perf_counter()
+        writer = self._kv.take(owner=self.spec.seq, epoch=order.epoch)
+        taken = time.perf_counter()
+        self._kv.map_into(self._arena)
+        mapped = time.perf_counter()
+        kept, dropped = self._engine.promote(writer, fenced=order.fenced)
+        indexed = time.perf_counter()
+        self.writer = writer
+        self._intake.begin()
+        self._link.set_hello(self._hello(EngineState.ACTIVE))
+        self.promoted = Promoted(
+            engine=self.spec.engine,
+            epoch=writer.epoch,
+            header_s=taken - started,
+            map_s=mapped - taken,
+            index_s=indexed - mapped,
+            blocks_kept=kept,
+            blocks_dropped=dropped,
+        )
+        self._heart.report(self.promoted)
+        self._state(EngineState.ACTIVE, phase=Phase.IDLE)
+        log.info("active in epoch %d after %.1f ms: %d blocks kept, %d dropped", writer.epoch, 1e3 * (indexed - started), kept, dropped)
+
+    def _fence(self, order: Fence) -> None:
+        if self.writer is None or order.epoch != self.writer.epoch:
+            log.info("fence of epoch %d is not for this engine now, ignored", order.epoch)
+            return
+        reserve = self._engine.fence()
+        self._heart.report(Fenced(engine=self.spec.engine, epoch=order.epoch, reserve=reserve))
+        self._vitals(phase=self._heart.vitals.phase, recount=True)
+
+    def _drain(self) -> None:
+        if self.writer is None:
+            log.info("ordered to drain while nothing is served, ignored")
+            return
+        self._state(EngineState.DRAINING)
+        self._link.set_hello(self._hello(EngineState.DRAINING))
+
+    # --- what others see -------------------------------------------------------------------------------------------------------
+
+    def _hello(self, state: EngineState) -> Hello:
+        spec = self.spec
+        epoch = self.writer.epoch if self.writer is not None else 0
+        return Hello(
+            worker=spec.worker, engine=spec.engine, state=state, epoch=epoch, model=spec.served_name, max_context=self._engine.max_context
+        )
+
+    def progress(self, words: str) -> None:
+        """Say in the beats what goes on."""
+        self._heart.update(replace(self._heart.vitals, detail=words))
+
+    def _state(self, state: EngineState, **changes: Any) -> None:
+        """``changes``: further fields of `Vitals`."""
+        epoch = self.writer.epoch if self.writer is not None else 0
+        self._heart.update(replace(self._heart.vitals, state=state, epoch=epoch, **changes))
+
+    def _vitals(self, *, phase: Phase, recount: bool = False, **changes: Any) -> None:
+        """Hand the present figures to the heart. ``changes``: further fields of `Vitals`."""
+        engine, before, now = self._engine, self._heart.vitals, time.monotonic()
+        kv = before.kv
+        if recount or now - self._kv_counted_s >= KV_COUNTS_S:
+            kv, self._kv_counted_s = engine.kv_counts(), now
+        self._heart.update(replace(before, phase=phase, inflight=engine.inflight, queued=engine.queued, kv=kv, **changes))
+
+    # --- the end ---------------------------------------------------------------------------------------------------------------
+
+    def over(self, error: BaseException) -> ExitCode:
+        """Leave because of ``error`` (`Leave`: as asked), which is reported and logged. Returns the exit status.
+
+        After a failure only what is seen from outside is closed: the rest goes with the process, whatever state it is in.
+        """
+        self.leaving.over()
+        code = _exit_code(error)
+        if code is not ExitCode.STOPPED:
+            self._report_failure(error)
+        log.info("leaving with status %d (%s)", code, code.name.lower())
+        if code is ExitCode.STOPPED:
+            self._state(EngineState.STOPPING)
+        for name in _CLOSING if code is ExitCode.STOPPED else ("link",):
+            try:
+                self.open.pop(name, lambda: None)()
+            except Exception:
+                log.exception("closing the %s failed", name)
+        self._heart.stop()
+        self._bell.close()
+        return code
+
+    def _report_failure(self, error: BaseException) -> None:
+        if isinstance(error, ShadowsupError):
+            message, hint = error.message, error.hint
+            log.error("cannot go on (%s): %s", self.stage, error)
+        else:
+            message, hint = f"{type(error).__name__}: {error}", "the engine's log has the traceback"
+            log.error("cannot go on (%s): %s", self.stage, message, exc_info=error)
+        fatal = _exit_code(error) is ExitCode.FATAL
+        self._heart.report(Failed(engine=self.spec.engine, stage=self.stage, message=message, hint=hint, fatal=fatal))
+
+
+def _exit_code(error: BaseException) -> ExitCode:
+    if isinstance(error, Leave):
+        return ExitCode.STOPPED
+    if isinstance(error, LedgerLost):
+        return ExitCode.LEDGER_LOST
+    return ExitCode.FATAL if isinstance(error, WorkerError) and error.fatal else ExitCode.FAILED
