@@ -1,4 +1,4 @@
-"""``shadowsup config show`` and ``shadowsup config schema``."""
+"""``shadowsup config show``, ``schema`` and ``edit``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowsup.supervisor.errors import ConfigError, NotRunning
 
 @click.group()
 def config() -> None:
-    """Show the effective config, or the schema of config files."""
+    """Show the effective config or the schema of config files; edit a config."""
 
 
 @config.command()
@@ -39,6 +39,20 @@ def schema() -> None:
     click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
+@config.command()
+@click.argument("path", metavar="[CONFIG]", required=False, type=click.Path(path_type=Path))
+@click.pass_context
+def edit(ctx: click.Context, path: Path | None) -> int:
+    """Edit CONFIG with $VISUAL or $EDITOR. It is checked before it is saved; what is wrong stands on top of it when you edit again.
+
+    Without CONFIG: the file that the running node was started with. The old file is kept as CONFIG~. A node that runs takes the change
+    at its next start.
+    """
+    from shadowsup.supervisor.cli.edit import edit_config
+
+    return edit_config(path if path is not None else _of_node(ctx))
+
+
 def _of_node(ctx: click.Context) -> Path:
     from shadowsup.supervisor.cli.node import locate
     from shadowsup.supervisor.runtime_dir import read_record
@@ -50,6 +64,6 @@ def _of_node(ctx: click.Context) -> Path:
     found = read_record(runtime_dir).get("config")
     if not isinstance(found, str):
         raise ConfigError(
-            f"the node in {runtime_dir} does not say which config it was started with", "name the file: shadowsup config show CONFIG"
+            f"the node in {runtime_dir} does not say which config it was started with", f"name the file: {ctx.command_path} CONFIG"
         )
     return Path(found)

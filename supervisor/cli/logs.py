@@ -3,46 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
-import os
 import re
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import click
 
+from shadowsup.supervisor.cli.complete import workers_argument
+from shadowsup.supervisor.cli.filters import Grep, filter_options
+from shadowsup.supervisor.cli.log_files import Follower, chosen_lines, last_lines, stamp_of
 from shadowsup.supervisor.cli.node import locate
+from shadowsup.supervisor.cli.output import dim, source_colored, wants_color
 from shadowsup.supervisor.errors import NoAnswer, NotRunning, SupervisorError
 from shadowsup.supervisor.runtime_dir import read_record
 
 POLL_S = 0.2
-_CHUNK = 64 * 1024
-_STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d")
+_LINES = 50
+_MARK = re.compile(rb"(?P<time>\d{4}-\d\d-\d\dT[\d:.]+Z) (?P<source>\S+) \| ")
+"""What the scribe puts before each line."""
 
 
 @click.command()
-@click.argument("worker", required=False)
+@workers_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as it is written, until Ctrl-C.")
-@click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="Begin with the last N lines.")
+@click.option("-n", "--lines", type=click.IntRange(min=0), help="Begin with the last N lines.  [default: 50; with --since: all]")
+@filter_options()
 @click.pass_context
-def logs(ctx: click.Context, worker: str | None, follow: bool, lines: int) -> None:
-    """Show the output of the engines of WORKER, or of every part of the node. Works while the supervisor is down, too."""
-    folder, names = where(locate(ctx), worker)
-    paths = files(folder, worker, names)
+def logs(
+    ctx: click.Context, workers: tuple[str, ...], follow: bool, lines: int | None, since: float | None, grep: Any, invert: bool
+) -> None:
+    """Show the output of the engines of each WORKER, or of every part of the node, merged by time.
+
+    Each line has its time (UTC) and its source. Works while the supervisor is down, too.
+    """
+    folder, names = where(locate(ctx), workers)
+    paths = files(folder, workers, names)
     if not paths and not follow:
-        raise SupervisorError(f"there is no output{f' of {worker}' if worker else ''} in {folder}", "shadowsup status shows the workers")
+        of = f" of {', '.join(workers)}" if workers else ""
+        raise SupervisorError(f"there is no output{of} in {folder}", "shadowsup status shows the workers")
+    chosen = Grep(grep, invert)
+    show = Writer(chosen)
     followers = {path: Follower(path) for path in paths}
     try:
         # The end is marked first: what is written meanwhile is shown once, by the followers.
         ends = {path: follower.seek_end() for path, follower in followers.items()}
-        _write(last_lines(ends, lines))
+        if since is None and grep is None:
+            show(last_lines(ends, _LINES if lines is None else lines))
+        else:
+            show(chosen_lines(ends, chosen, since, lines if lines is not None or since is not None else _LINES))
         while follow:
-            for path in files(folder, worker, names):
+            for path in files(folder, workers, names):
                 followers.setdefault(path, Follower(path))
             written = [line for follower in followers.values() for line in follower.read()]
-            _write(sorted(written, key=_stamp) if len(followers) > 1 else written)
+            show(sorted(written, key=stamp_of) if len(followers) > 1 else written)
             if not written:
                 time.sleep(POLL_S)
     finally:
@@ -50,17 +66,17 @@ def logs(ctx: click.Context, worker: str | None, follow: bool, lines: int) -> No
             follower.close()
 
 
-def where(runtime_dir: Path, worker: str | None) -> tuple[Path, frozenset[str]]:
-    """Return the folder of the logs, and the names of files that the supervisor says are the worker's.
+def where(runtime_dir: Path, workers: Sequence[str]) -> tuple[Path, frozenset[str]]:
+    """Return the folder of the logs, and the names of files that the supervisor says are those of the workers (all parts without one).
 
     Raises:
         SupervisorError: no such worker, or nothing tells where the logs are.
     """
     from shadowsup.supervisor.client import call
 
+    named: Sequence[str | None] = workers or [None]
     try:
-        result = call(runtime_dir, "logs", worker=worker)
-        paths = [Path(path) for path in result.get("paths") or []]
+        paths = [Path(path) for worker in named for path in call(runtime_dir, "logs", worker=worker).get("paths") or []]
         if paths:
             return paths[0].parent, frozenset(path.name for path in paths)
     except (NotRunning, NoAnswer):
@@ -75,124 +91,34 @@ def where(runtime_dir: Path, worker: str | None) -> tuple[Path, frozenset[str]]:
     )
 
 
-def files(folder: Path, worker: str | None, names: frozenset[str]) -> list[Path]:
-    """Return the current (not rotated) log files of a worker: ``NAME.log`` and those of its engines, ``NAME.K.log``; all without one."""
+def files(folder: Path, workers: Sequence[str], names: frozenset[str]) -> list[Path]:
+    """Return the current (not rotated) log files of workers: ``NAME.log`` and those of their engines, ``NAME.K.log``; all without one."""
+    own = re.compile("|".join(rf"{re.escape(worker)}(\.\d+)?" for worker in workers))
     with contextlib.suppress(OSError):
-        return sorted(
-            path
-            for path in folder.iterdir()
-            if path.suffix == ".log"
-            and (worker is None or path.name in names or path.stem == worker or re.fullmatch(rf"{re.escape(worker)}\.\d+", path.stem))
-        )
+        there = sorted(path for path in folder.iterdir() if path.suffix == ".log")
+        return [path for path in there if not workers or path.name in names or own.fullmatch(path.stem)]
     return []
 
 
-class Follower:
-    """Reads what is appended to a file, over rotation and removal."""
+class Writer:
+    """Writes lines to stdout as they are; on a terminal time and source are set apart by colour, and the sources line up."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: IO[bytes] | None = None
-        self._rest = b""
+    def __init__(self, chosen: Grep) -> None:
+        self._chosen = chosen
+        self._color = wants_color()
+        self._width = 0
 
-    def seek_end(self) -> int:
-        """Go to the end and return it (bytes)."""
-        self._open()
-        return self._file.seek(0, os.SEEK_END) if self._file is not None else 0
+    def __call__(self, lines: Iterable[bytes]) -> None:
+        stream = sys.stdout.buffer
+        for line in lines:
+            if self._chosen(line.rstrip(b"\n")):
+                stream.write(self._colored(line) if self._color else line)
+        stream.flush()
 
-    def read(self) -> list[bytes]:
-        """Return the whole lines that are new. A file that took the place of this one is read from its start, after the rest of this."""
-        if self._file is None and not self._open():
-            return []
-        lines: list[bytes] = []
-        while self._file is not None:
-            lines += self._lines(self._file)
-            if not self._replaced(self._file):
-                break
-            lines += self._lines(self._file)  # what was written between the read and the rotation
-            if self._rest:
-                lines.append(self._rest + b"\n")
-                self._rest = b""
-            self.close()
-            self._open()
-        return lines
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> bool:
-        with contextlib.suppress(OSError):
-            self._file = self._path.open("rb")
-            return True
-        return False
-
-    def _replaced(self, file: IO[bytes]) -> bool:
-        there = os.fstat(file.fileno())
-        try:
-            now = self._path.stat()
-        except OSError:
-            return False  # between the two renames of a rotation, or removed: the next look tells
-        if (there.st_dev, there.st_ino) != (now.st_dev, now.st_ino):
-            return True
-        if now.st_size < file.tell():
-            file.seek(0)  # truncated
-        return False
-
-    def _lines(self, file: IO[bytes]) -> list[bytes]:
-        data = self._rest + file.read()
-        *whole, self._rest = data.split(b"\n")
-        return [line + b"\n" for line in whole]
-
-
-def last_lines(ends: dict[Path, int], count: int) -> list[bytes]:
-    """Return the last ``count`` lines of all files together, by their time stamps; ``ends``: how far each file is read (bytes)."""
-    if count == 0:
-        return []
-    tails = []
-    for path, end in ends.items():
-        lines = _tail(path, end, count)
-        number = 1
-        while len(lines) < count:
-            older = path.with_name(f"{path.name}.{number}")
-            try:
-                lines = _tail(older, older.stat().st_size, count - len(lines)) + lines
-            except OSError:
-                break
-            number += 1
-        tails.append(lines)
-    merged = list(heapq.merge(*tails, key=_stamp))
-    return merged[-count:]
-
-
-def _tail(path: Path, end: int, count: int) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            data, start = b"", end
-            while start > 0 and data.count(b"\n") <= count:
-                step = min(_CHUNK, start)
-                start -= step
-                file.seek(start)
-                data = file.read(step) + data
-    except OSError:
-        return []
-    lines = data.splitlines(keepends=True)
-    if start > 0:
-        lines = lines[1:]
-    if lines and not lines[-1].endswith(b"\n"):
-        lines[-1] += b"\n"
-    return lines[-count:]
-
-
-def _stamp(line: bytes) -> bytes:
-    """Return the time a line begins with, to sort by; a line without one sorts first, which keeps it next to its neighbours."""
-    return line[:24] if _STAMP.match(line) else b""
-
-
-def _write(lines: list[bytes]) -> None:
-    stream = sys.stdout.buffer
-    for line in lines:
-        stream.write(line)
-    stream.flush()
+    def _colored(self, line: bytes) -> bytes:
+        match = _MARK.match(line)
+        if match is None:
+            return line
+        source = match["source"].decode(errors="replace")
+        self._width = min(max(self._width, len(source)), 16)
+        return f"{dim(match['time'].decode())} {source_colored(f'{source:<{self._width}}', source)} ".encode() + line[match.end() :]

@@ -54,6 +54,22 @@ def colored(text: str, state: str | None = None) -> str:
     return click.style(text, fg=color) if color and wants_color() else text
 
 
+_SOURCES = ("cyan", "magenta", "blue", "bright_cyan", "bright_magenta", "bright_blue")
+"""Colours that mean no state."""
+
+
+def source_colored(text: str, source: str) -> str:
+    """Return ``text`` in the colour of whoever it comes from: the same name has the same colour."""
+    if not source or not wants_color():
+        return text
+    # A sum over the bytes: str's own hash differs from run to run.
+    return click.style(text, fg=_SOURCES[sum(source.encode()) % len(_SOURCES)])
+
+
+def dim(text: str) -> str:
+    return click.style(text, dim=True) if wants_color() else text
+
+
 def bold(text: str) -> str:
     return click.style(text, bold=True) if wants_color() else text
 

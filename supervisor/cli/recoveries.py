@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
+from shadowsup.supervisor.cli.complete import worker_argument
 from shadowsup.supervisor.cli.node import ask
-from shadowsup.supervisor.cli.output import Column, count, echo_json, milliseconds, output_option, table, width
+from shadowsup.supervisor.cli.output import Column, count, echo_json, milliseconds, output_option, plural, table, width
 
 
 @click.command()
-@click.argument("worker", required=False)
+@worker_argument(required=False)
 @click.option("-n", "--last", type=click.IntRange(min=1), help="Only the last N.")
 @output_option
 @click.pass_context
@@ -30,7 +31,15 @@ def recoveries(ctx: click.Context, worker: str | None, last: int | None, output:
         click.echo(render(kept))
 
 
-_STEPS = ("detect", "freeze", "promote", "first_token", "fence", "refill")
+_STEPS = {
+    "detect": "from the last sign of life to the verdict",
+    "freeze": "no process of the old engine can write any more",
+    "promote": "the successor owns the memory",
+    "first_token": "and has sent its first token",
+    "fence": "the old engine is gone",
+    "refill": "a new shadow is parked",
+}
+"""Step → what has happened at its end. All but ``detect`` run from the verdict."""
 _WIDE = 110
 """Columns of a terminal that has room for everything."""
 
@@ -61,6 +70,21 @@ def render(found: list[dict[str, Any]]) -> str:
         for recovery in found
     ]
     return table(columns, rows)
+
+
+def timeline(recovery: dict[str, Any]) -> str:
+    """Return one recovery with its steps below each other: ``promote 8.2 ms``."""
+    lines = [f"{recovery.get('worker')}: {recovery.get('from_engine')} → {recovery.get('to_engine') or 'none yet'}, {recovery.get('kind')}"]
+    lines[0] += f", epoch {recovery.get('epoch')} ({recovery.get('cause')})"
+    for step, meaning in _STEPS.items():
+        value = recovery.get(f"{step}_ms")
+        if value is not None:
+            lines.append(f"  {step.replace('_', ' '):<12}{milliseconds(value):>9} ms  {meaning}")
+    kept, dropped, resumed = (recovery.get(name) for name in ("blocks_kept", "blocks_dropped", "requests_resumed"))
+    facts = [f"{count(kept)} blocks kept"] if kept is not None else []
+    facts += [f"{count(dropped)} dropped"] if dropped else []
+    facts += [f"{plural(int(resumed), 'request')} resumed"] if resumed is not None else []
+    return "\n".join([*lines, *([f"  {', '.join(facts)}"] if facts else [])])
 
 
 def clock(ts: object) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shadowsup.supervisor.cli.complete import worker_argument
 from shadowsup.supervisor.cli.node import locate
 from shadowsup.supervisor.errors import ExitCode, NoAnswer, NotRunning, SupervisorError
 
@@ -20,7 +21,7 @@ _ANSWER_S = 10.0
 
 
 @click.command()
-@click.argument("worker", required=False)
+@worker_argument(required=False)
 @click.option(
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0), help="Give up waiting after this long; the node goes on stopping."
 )
@@ -108,6 +109,7 @@ def _stop_worker(path: Path, worker: str, deadline: float | None) -> None:
     from shadowsup.supervisor.client import ControlClient
 
     with ControlClient(path, _ANSWER_S) as client:
+        _tell_what_is_hit(client, worker)
         client.call("stop", worker=worker)
         last = ""
         while True:
@@ -125,3 +127,14 @@ def _stop_worker(path: Path, worker: str, deadline: float | None) -> None:
             if deadline is not None and time.monotonic() > deadline:
                 raise SupervisorError(f"{worker} is still stopping", "run stop again to go on waiting", exit_code=ExitCode.FAILED)
             time.sleep(_LOOK_S)
+
+
+def _tell_what_is_hit(client: ControlClient, worker: str) -> None:
+    from shadowsup.supervisor.cli.output import plural
+    from shadowsup.supervisor.cli.waiting import engine_ids, find_worker
+
+    found = find_worker(client.call("status"), worker)
+    inflight = sum(int(engine.get("inflight") or 0) for engine in found.get("engines") or [])
+    if engine_ids(found):
+        engines, requests = plural(len(engine_ids(found)), "engine"), plural(inflight, "request")
+        click.echo(f"{worker} has {engines} and {requests} in flight; shadowsup drain {worker} would let them finish", err=True)

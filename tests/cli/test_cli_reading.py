@@ -173,7 +173,7 @@ def test_a_refusal_has_the_words_the_hint_and_the_code_of_the_supervisor(cli: Cl
     def answer(_: dict[str, Any]) -> None:
         raise Refusal("no worker 'chatt'", "there are: chat", 2)
 
-    with FakeSupervisor(folder, {"failover": answer}):
+    with FakeSupervisor(folder, {"status": STATUS, "failover": answer}):
         result = cli("--runtime-dir", folder, "failover", "chatt")
     assert result.code == 2
     assert result.err == "shadowsup: no worker 'chatt'\n    there are: chat\n"
@@ -202,27 +202,6 @@ def test_an_answer_in_another_protocol_is_an_error_in_words(cli: Cli, folder: Pa
         context.term()
     assert result.code == 1
     assert "not of this protocol" in result.err
-
-
-# --- orders -----------------------------------------------------------------------------------------------------------------
-
-
-def test_orders_are_passed_on_as_they_are(cli: Cli, folder: Path) -> None:
-    answers = {verb: {"message": f"{verb} taken"} for verb in ("restart", "drain", "failover")}
-    with FakeSupervisor(folder, {**answers, "kill": None}) as supervisor:
-        for verb in answers:
-            assert cli("--runtime-dir", folder, verb, "chat").out == f"{verb} taken\n"
-        assert cli("--runtime-dir", folder, "kill", "chat.1").out == "chat.1: sent KILL\n"
-        for name in ("sigterm", "TERM", "15"):
-            cli("--runtime-dir", folder, "kill", "chat.1", "--signal", name)
-    assert supervisor.asked[:3] == [(verb, {"worker": "chat"}) for verb in answers]
-    assert supervisor.asked[3:] == [("kill", {"engine": "chat.1", "signal": name}) for name in ("KILL", "TERM", "TERM", "TERM")]
-
-
-def test_a_signal_that_does_not_exist_is_a_usage_error(cli: Cli, folder: Path) -> None:
-    result = cli("--runtime-dir", folder, "kill", "chat.1", "-s", "KIL")
-    assert result.code == 2
-    assert "did you mean KILL?" in result.err
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------------

@@ -172,14 +172,14 @@ def test_a_state_directory_that_cannot_be_written_is_told(tmp_path: Path, config
 
 
 def test_stop_of_one_worker_waits_until_its_engines_are_gone(folder: Path, cli: Cli) -> None:
-    looks = iter([("draining", "active"), ("stopped", "stopping"), ("stopped", "gone")])
+    looks = iter([("healthy", "active"), ("draining", "active"), ("stopped", "stopping"), ("stopped", "gone")])
 
     def status(_: dict[str, Any]) -> dict[str, Any]:
         state, engine = next(looks)
         return {
             "workers": [
                 {"name": "other", "state": "healthy"},
-                {"name": "chat", "state": state, "engines": [{"id": "chat.1", "state": engine}]},
+                {"name": "chat", "state": state, "engines": [{"id": "chat.1", "state": engine, "inflight": 3}]},
             ]
         }
 
@@ -187,7 +187,8 @@ def test_stop_of_one_worker_waits_until_its_engines_are_gone(folder: Path, cli: 
         result = cli("--runtime-dir", folder, "stop", "chat")
     assert (result.code, result.out) == (0, "chat: stopped\n")
     assert "chat: draining, chat.1 left" in result.err
-    assert supervisor.asked[0] == ("stop", {"worker": "chat"})
+    assert result.err.startswith("chat has 1 engine and 3 requests in flight;")
+    assert supervisor.asked[1] == ("stop", {"worker": "chat"})
 
 
 def test_a_stop_that_takes_too_long_can_be_left(folder: Path, cli: Cli) -> None:

@@ -1,0 +1,138 @@
+"""What a config would run: every process with its command line, its environment's names and its sockets. Starts and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shadowsup.supervisor.config import NodeConfig, WorkerConfig
+from shadowsup.supervisor.config.model import Backend
+from shadowsup.supervisor.config.secrets import redact_command
+from shadowsup.supervisor.environment import engine_environment
+from shadowsup.supervisor.paths import NodePaths
+from shadowsup.supervisor.recipe import worker_environment
+
+READY_FD = "FD"
+"""Stands for the number of the pipe that a part reports on, which is known when it is started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """``command``: secrets hidden. ``env``: names, None: all that the supervisor itself has. ``how``: ``spawn``, or ``fork of NURSERY``,
+    where ``command`` is what is run if there is no nursery."""
+
+    name: str
+    what: str
+    how: str
+    command: list[str]
+    env: list[str] | None
+    sockets: list[str]
+    cwd: str | None = None
+    role: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def parts(config: NodeConfig, paths: NodePaths) -> list[Process]:
+    """Return the processes that are no engines, in the order in which they are started."""
+
+    def ours(name: str, module: str, *arguments: str, sockets: list[str]) -> Process:
+        return Process(name=name, what=name, how="spawn", command=[sys.executable, "-m", module, *arguments], env=None, sockets=sockets)
+
+    ready = ("--ready-fd", READY_FD)
+    found = [
+        ours("scribe", "shadowsup.supervisor.scribe", "--socket", str(paths.scribe), *ready, sockets=[str(paths.scribe)]),
+        ours("gateway", "shadowsup.supervisor.gateway", str(paths.gateway_spec), sockets=[config.gateway.listen]),
+    ]
+    if (kept := backend(config)) is not None:
+        arguments = ("--socket", str(paths.keeper), "--backend", kept, *ready)
+        found.append(ours("memkeeper", "shadowsup.memkeeper", *arguments, sockets=[str(paths.keeper)]))
+    for number, (engine, python, env) in enumerate(nurseries(config, paths)):
+        socket = str(paths.nursery(number))
+        command = [python, "-m", "shadowsup.workers.nursery", "--socket", socket, "--preload", engine, *ready]
+        found.append(Process(name=f"nursery-{number}", what="nursery", how="spawn", command=command, env=sorted(env), sockets=[socket]))
+    return found
+
+
+def backend(config: NodeConfig) -> str | None:
+    """Return where kept memory would live, None when no worker keeps any."""
+    kept = [worker for worker in config.workers if worker.engine.keeps_memory]
+    if not kept:
+        return None
+    if config.memkeeper.backend is Backend.AUTO:
+        return str((Backend.CUDA if any(worker.gpus for worker in kept) else Backend.HOST).value)
+    return str(config.memkeeper.backend.value)
+
+
+def nurseries(config: NodeConfig, paths: NodePaths) -> list[tuple[str, str, dict[str, str]]]:
+    """Return (engine, interpreter, environment) of each fork server; workers that agree in all of it share one."""
+    found: list[tuple[str, str, dict[str, str]]] = []
+    for worker in config.workers:
+        if worker.engine.keeps_memory and (mine := _nursery(worker, paths)) not in found:
+            found.append(mine)
+    return found
+
+
+def engines(config: NodeConfig, worker: WorkerConfig, paths: NodePaths) -> list[Process]:
+    """Return the first engines of a worker: the active one, then its shadows."""
+    if not worker.engine.keeps_memory:
+        return [_command_engine(worker, paths)]
+    nursery = nurseries(config, paths).index(_nursery(worker, paths))
+    env = sorted({*engine_env(worker, paths), "SHADOWSUP_ENGINE"})
+    found = []
+    for number in range(1 + worker.shadows):
+        name = f"{worker.name}.{number + 1}"
+        found.append(
+            Process(
+                name=name,
+                what="engine",
+                how=f"fork of nursery-{nursery}",
+                command=[interpreter(worker), "-m", "shadowsup.workers.main", str(paths.spec(name))],
+                env=env,
+                sockets=[str(paths.link(name))],
+                role="active" if number == 0 else "shadow",
+            )
+        )
+    return found
+
+
+def interpreter(worker: WorkerConfig) -> str:
+    """Return the Python that the engines of a worker run in."""
+    return str(worker.python or sys.executable)
+
+
+def engine_env(worker: WorkerConfig, paths: NodePaths, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment of the engines of a worker with kept memory."""
+    return worker_environment(worker, inherited, worker.gpus, _python_path(worker, paths))
+
+
+def _command_engine(worker: WorkerConfig, paths: NodePaths) -> Process:
+    name = f"{worker.name}.1"
+    port = str(worker.port) if worker.port is not None else "{port}"
+    command = redact_command([word.replace("{port}", port) for word in worker.command or ()])
+    names = {*engine_environment(os.environ, env=worker.env, env_file=worker.env_file, extra={}), "PORT", "SHADOWSUP_ENGINE"}
+    sockets = [f"127.0.0.1:{port}" if worker.port is not None else "127.0.0.1, a free port for each engine"]
+    if worker.ready is not None and worker.ready.notify:
+        names.add("NOTIFY_SOCKET")
+        sockets.append(str(paths.notify(name)))
+    cwd = str(worker.cwd) if worker.cwd is not None else None
+    return Process(name=name, what="engine", how="spawn", command=command, env=sorted(names), sockets=sockets, cwd=cwd, role="active")
+
+
+def _nursery(worker: WorkerConfig, paths: NodePaths) -> tuple[str, str, dict[str, str]]:
+    # A nursery sees no GPU: it must not touch one.
+    return worker.engine.value, interpreter(worker), worker_environment(worker, os.environ, (), _python_path(worker, paths))
+
+
+def _python_path(worker: WorkerConfig, paths: NodePaths) -> dict[str, str]:
+    """Another interpreter has the engine side of this package put on its path, before what the worker adds."""
+    if worker.python is None:
+        return {}
+    ours = str(paths.runtime / "pypath")
+    theirs = worker.env.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{ours}:{theirs}" if theirs else ours}
