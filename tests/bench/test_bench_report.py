@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import getpass
 import importlib.util
 import json
+import socket
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -112,14 +114,17 @@ def test_a_busy_machine_is_told(failover: dict[str, Any]) -> None:
 
 
 def test_the_machine_is_described_without_names_and_paths() -> None:
-    import getpass
-    import socket
+    values = _texts(machine.document("failover", machine.load(), {}))
+    assert values
+    assert not {socket.gethostname(), getpass.getuser()} & set(values)
+    assert not any(str(Path.home()) in value for value in values)
 
-    described = json.dumps(machine.document("failover", machine.load(), {}))
-    assert socket.gethostname() not in described
-    assert str(Path.home()) not in described
-    assert f'"{getpass.getuser()}"' not in described
-    assert "/" not in json.loads(described)["machine"]["cpu"]
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for one in inner for text in _texts(one)]
 
 
 @pytest.mark.parametrize(
