@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 
 from shadowsup.errors import ShadowsupError
+from shadowsup.memkeeper.errors import LedgerLost
+from shadowsup.workers.leaving import Leave
 
 
 class WorkerError(ShadowsupError):
@@ -26,3 +28,12 @@ class ExitCode(enum.IntEnum):
     """Another try fails the same way: bad spec, no such model."""
     LEDGER_LOST = 3
     """Another engine owns the ledger; this one wrote and sent nothing more."""
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """Return the status of an engine that ends because of ``error``."""
+    if isinstance(error, Leave):
+        return ExitCode.STOPPED
+    if isinstance(error, LedgerLost):
+        return ExitCode.LEDGER_LOST
+    return ExitCode.FATAL if isinstance(error, WorkerError) and error.fatal else ExitCode.FAILED

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.client import KeeperClient
-from shadowsup.memkeeper.errors import LedgerLost
 from shadowsup.wire.engine import (
     Drain,
     EngineSpec,
@@ -41,7 +40,7 @@ from shadowsup.workers import kept_kv, process
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.doorbell import Doorbell
-from shadowsup.workers.errors import ExitCode, WorkerError
+from shadowsup.workers.errors import ExitCode, exit_code
 from shadowsup.workers.heartbeat import Heart, Vitals
 from shadowsup.workers.intake import Intake
 from shadowsup.workers.kv_watch import KvWatch
@@ -196,8 +195,8 @@ class Life:
 
     # --- serving ---------------------------------------------------------------------------------------------------------------
 
-    def arrivals(self) -> bool:
-        """Give the engine what came in. Returns whether there is anything to do; if not, it has waited for that a while.
+    def arrivals(self, wait_s: float = IDLE_S) -> bool:
+        """Give the engine what came in. Returns whether there is anything to do; if not, it has waited for that, ``wait_s`` at most.
 
         Raises:
             LedgerLost: another engine owns the ledger.
@@ -211,7 +210,7 @@ class Life:
             return True
         self._vitals(phase=Phase.IDLE)
         if not self._orders:
-            self._bell.wait(IDLE_S)
+            self._bell.wait(wait_s)
         return False
 
     def stepping(self, phase: Phase) -> None:
@@ -342,6 +341,10 @@ class Life:
             worker=spec.worker, engine=spec.engine, state=state, epoch=epoch, model=spec.served_name, max_context=self._engine.max_context
         )
 
+    @property
+    def draining(self) -> bool:
+        return self._heart.vitals.state is EngineState.DRAINING
+
     def progress(self, words: str) -> None:
         """Say in the beats what goes on."""
         self._heart.update(replace(self._heart.vitals, detail=words))
@@ -367,7 +370,7 @@ class Life:
         After a failure only what is seen from outside is closed: the rest goes with the process, whatever state it is in.
         """
         self.leaving.over()
-        code = _exit_code(error)
+        code = exit_code(error)
         if code is not ExitCode.STOPPED:
             self._report_failure(error)
         log.info("leaving with status %d (%s)", code, code.name.lower())
@@ -389,13 +392,5 @@ class Life:
         else:
             message, hint = f"{type(error).__name__}: {error}", "the engine's log has the traceback"
             log.error("cannot go on (%s): %s", self.stage, message, exc_info=error)
-        fatal = _exit_code(error) is ExitCode.FATAL
+        fatal = exit_code(error) is ExitCode.FATAL
         self._heart.report(Failed(engine=self.spec.engine, stage=self.stage, message=message, hint=hint, fatal=fatal))
-
-
-def _exit_code(error: BaseException) -> ExitCode:
-    if isinstance(error, Leave):
-        return ExitCode.STOPPED
-    if isinstance(error, LedgerLost):
-        return ExitCode.LEDGER_LOST
-    return ExitCode.FATAL if isinstance(error, WorkerError) and error.fatal else ExitCode.FAILED

@@ -27,13 +27,7 @@ def start(spec: EngineSpec) -> NoReturn:
     try:
         process.settle()
         process.set_name(spec.engine)
-        logging.basicConfig(
-            stream=sys.stderr,
-            level=logging.INFO,
-            force=True,
-            datefmt="%H:%M:%S",
-            format="%(asctime)s.%(msecs)03d %(levelname)s %(message)s",
-        )
+        process.log_to_stderr(force=True)
         from shadowsup.workers.runtime import run
 
         code = run(spec)

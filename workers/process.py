@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import resource
 import signal
@@ -26,6 +27,17 @@ def settle() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
+
+
+def log_to_stderr(*, force: bool) -> None:
+    """Log as engines do. ``force``: even where something is set up already."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        force=force,
+        datefmt="%H:%M:%S",
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(message)s",
+    )
 
 
 def default_signals() -> None:

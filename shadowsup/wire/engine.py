@@ -13,6 +13,10 @@ import enum
 import msgspec
 
 
+SPEC_VARIABLE = "SHADOWSUP_SPEC"
+"""Environment of an engine that is started by a command line of the user's own: the path of its `EngineSpec`."""
+
+
 class EngineState(str, enum.Enum):
     SPAWNING = "spawning"
     LOADING = "loading"

@@ -6,7 +6,6 @@ loaded), but each engine gets copies of its own: models write to them.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ import torch
 from torch import nn
 
 from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.torch_memory import as_bytes as as_bytes
+from shadowsup.workers.torch_memory import view as view
 from shadowsup.workers.weights import KeptTensor, TensorSpec
 
 
@@ -85,24 +86,6 @@ def plan(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
         TensorSpec(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel() * tensor.element_size())
         for key, tensor in tensors.items()
     ]
-
-
-def view(kept: KeptTensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor over kept memory, no copy. It is good as long as the set is mapped; on sealed memory a write is a fault."""
-    dtype = getattr(torch, kept.dtype)
-    if kept.nbytes == 0:
-        return torch.empty(kept.shape, dtype=dtype, device=device)
-    return as_bytes(kept.address, kept.nbytes, device).view(dtype).view(kept.shape)
-
-
-def as_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return (size,) uint8 over memory that somebody else keeps mapped."""
-    if device.type == "cpu":
-        # A ctypes array: torch would warn of a read-only numpy array, and numpy of none.
-        return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
-    from shadowsup.workers.cuda_memory import DeviceBytes
-
-    return torch.as_tensor(DeviceBytes(address, size), device=device)
 
 
 def assemble(model: nn.Module, kept: Mapping[str, KeptTensor], ties: Mapping[str, str], device: torch.device) -> None:
