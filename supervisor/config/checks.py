@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shadowsup.supervisor.config.document import Path
-from shadowsup.supervisor.config.model import COMMAND_KEYS, KEPT_MEMORY_KEYS, Backend, EngineKind, NodeConfig, WorkerConfig
+from shadowsup.supervisor.config.model import Backend, EngineKind, NodeConfig, WorkerConfig
 from shadowsup.supervisor.config.owned import owned_argument, owned_variable
 from shadowsup.supervisor.config.secret_files import check_secret_file, read_env_file
 from shadowsup.supervisor.config.units import format_duration, format_size
@@ -95,19 +95,13 @@ def _engine(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
         yield Finding(
             engine, "engine vllm is not supported by this version yet", "use transformers, or command for a server without kept memory"
         )
-    if worker.engine is EngineKind.COMMAND:
-        for key in ("command", "ready"):
-            if getattr(worker, key) is None:
-                yield Finding(at, f"a command engine needs {key}", about=(engine, (*at, key)))
-        for key in KEPT_MEMORY_KEYS:
-            if key in worker.model_fields_set:
-                yield Finding((*at, key), f"a command engine has no {key}; it is served without kept memory", about=(engine,), key=True)
-    else:
-        if worker.model is None:
-            yield Finding(at, f"a {worker.engine.value} engine needs model", about=(engine, (*at, "model")))
-        for key in COMMAND_KEYS:
-            if key in worker.model_fields_set:
-                yield Finding((*at, key), f"only command engines have {key}", about=(engine,), key=True)
+    for key in worker.engine.required_keys:
+        if getattr(worker, key) is None:
+            yield Finding(at, f"a {worker.engine.value} engine needs {key}", about=(engine, (*at, key)))
+    why = "" if worker.engine.keeps_memory else "; it is served without kept memory"
+    for key in worker.engine.foreign_keys:
+        if key in worker.model_fields_set:
+            yield Finding((*at, key), f"a {worker.engine.value} engine has no {key}{why}", about=(engine,), key=True)
     if worker.python is not None and shutil.which(worker.python) is None:
         yield Finding((*at, "python"), f"there is no program {worker.python}", "name an interpreter, like /opt/env/bin/python")
     if worker.cwd is not None and not worker.cwd.is_dir():

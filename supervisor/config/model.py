@@ -55,11 +55,6 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$"
 ENV_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 SIGNALS = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "KILL")
 
-COMMAND_KEYS = ("command", "ready", "port", "cwd")
-"""Keys that only command engines have."""
-KEPT_MEMORY_KEYS = ("model", "revision", "args", "tensor_parallel", "kv", "verify", "python")
-"""Keys that command engines do not have."""
-
 Name = Annotated[Text, Field(pattern=NAME_PATTERN)]
 
 
@@ -72,12 +67,30 @@ class Backend(str, enum.Enum):
 class EngineKind(str, enum.Enum):
     TRANSFORMERS = "transformers"
     VLLM = "vllm"
+    LOOP = "loop"
     COMMAND = "command"
 
     @property
     def keeps_memory(self) -> bool:
         """Whether the engine's weights and KV are kept memory."""
         return self is not EngineKind.COMMAND
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        """Keys of a worker that this kind needs."""
+        return _REQUIRED_KEYS.get(self, ("model",))
+
+    @property
+    def foreign_keys(self) -> tuple[str, ...]:
+        """Keys of a worker that this kind does not have."""
+        return _FOREIGN_KEYS.get(self, ("command", "ready", "port", "cwd"))
+
+
+_REQUIRED_KEYS = {EngineKind.LOOP: ("command",), EngineKind.COMMAND: ("command", "ready")}
+_FOREIGN_KEYS = {
+    EngineKind.LOOP: ("revision", "ready", "port"),
+    EngineKind.COMMAND: ("model", "revision", "args", "tensor_parallel", "kv", "verify", "python"),
+}
 
 
 class Dtype(str, enum.Enum):
@@ -315,11 +328,11 @@ class WorkerConfig(Section):
     name: Name
     """Names the worker everywhere; engine ids are NAME.K."""
     engine: EngineKind
-    """transformers (own engine), vllm, or command (any server, without kept memory)."""
+    """transformers (own engine), vllm, loop (a serving loop of your own over kept memory), or command (any server, without kept memory)."""
     python: ProgramPath | None = None
     """Another Python interpreter for the engines, e.g. of an existing environment. null: this one."""
     model: ModelText | None = None
-    """package:PACKAGE/FILE, a folder, a .gguf or safetensors file, or a hub id."""
+    """package:PACKAGE/FILE, a folder, a .gguf or safetensors file, or a hub id. A loop is told, and does with it as it likes."""
     revision: Text | None = None
     """Branch, tag or commit of a hub id."""
     served_name: Annotated[Text, Field(min_length=1)] | None = None
@@ -327,7 +340,7 @@ class WorkerConfig(Section):
     dtype: Dtype = Dtype.AUTO
     """auto, float32, bfloat16 or float16. Only float32 repeats greedy output bit for bit in every batch."""
     args: Annotated[dict[str, Any], BeforeValidator(_json_value)] = {}
-    """Passed to the engine as they are. Those that shadowsup owns are refused with a reason."""
+    """Passed to the engine as they are. Those that shadowsup owns are refused with a reason; a loop's are all its own."""
     gpus: GpuIds = ()
     """Indices in PCI bus order, GPU UUIDs or MIG UUIDs. []: CPU and main memory."""
     spares: GpuIds = ()
@@ -355,13 +368,13 @@ class WorkerConfig(Section):
     logs: LogsSection = LogsSection()
     """Output files."""
     command: Annotated[tuple[Text, ...], Field(min_length=1)] | None = None
-    """command engines: program and arguments, no shell. {port} in an argument is replaced by the port."""
+    """command engines and loops: program and arguments, no shell. {port} stands for the port, in a loop {python} for the interpreter."""
     ready: ReadySection | None = None
     """command engines: how readiness shows."""
     port: AutoPort = None
     """command engines: the port the engine listens on, also in $PORT. auto: a free one for each engine."""
     cwd: FilePath | None = None
-    """command engines: working directory. null: that of the supervisor."""
+    """command engines and loops: working directory. null: that of the supervisor."""
 
     @property
     def public_name(self) -> str:

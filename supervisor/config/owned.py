@@ -45,6 +45,7 @@ _BY_ENGINE = {
         "prefix_caching_hash_algo": "block hashes must be the same in every engine of the worker",
         "enable_sleep_mode": "parking is done by shadowsup",
     },
+    EngineKind.LOOP: {},
     EngineKind.COMMAND: {},
 }
 
@@ -60,6 +61,8 @@ _ENVIRONMENT = {
 
 def owned_argument(engine: EngineKind, name: str) -> str | None:
     """Return why ``args`` may not have ``name``, in any spelling (``--block-size``, ``block_size``); None if it may."""
+    if engine is EngineKind.LOOP:
+        return None  # nobody but the user's own program looks at them
     canonical = name.lstrip("-").replace("-", "_").lower()
     return _BY_ENGINE[engine].get(canonical) or _COMMON.get(canonical)
 

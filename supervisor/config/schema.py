@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from shadowsup.supervisor.config.model import COMMAND_KEYS, KEPT_MEMORY_KEYS, NodeConfig
+from shadowsup.supervisor.config.model import EngineKind, NodeConfig
 from shadowsup.supervisor.config.shape import Shape, shape_of
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{"}
@@ -21,9 +21,13 @@ def json_schema() -> dict[str, Any]:
         _finish(schema if name == NodeConfig.__name__ else definitions[name], shape)
     schema["patternProperties"] = {"^x-": {"description": "Ignored; a place for anchors."}}
     worker = definitions["WorkerConfig"]
-    worker["if"] = {"properties": {"engine": {"const": "command"}}, "required": ["engine"]}
-    worker["then"] = {"required": ["command", "ready"], "properties": dict.fromkeys(KEPT_MEMORY_KEYS, False)}
-    worker["else"] = {"required": ["model"], "properties": dict.fromkeys(COMMAND_KEYS, False)}
+    worker["allOf"] = [
+        {
+            "if": {"properties": {"engine": {"const": kind.value}}, "required": ["engine"]},
+            "then": {"required": list(kind.required_keys), "properties": dict.fromkeys(kind.foreign_keys, False)},
+        }
+        for kind in EngineKind
+    ]
     definitions["ReadySection"] |= {"minProperties": 1, "maxProperties": 1}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "shadowsup node"}
 

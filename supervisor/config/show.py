@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from shadowsup.supervisor.config.loader import LoadedConfig
-from shadowsup.supervisor.config.model import COMMAND_KEYS, KEPT_MEMORY_KEYS, EngineKind
+from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.config.plain import plain, trap
 from shadowsup.supervisor.config.secrets import REDACTED, redact, redact_command
 
@@ -18,13 +18,14 @@ def as_dict(loaded: LoadedConfig) -> dict[str, Any]:
     for path in loaded.secrets:
         _hide(data, path)
     for worker in data["workers"]:
-        for key in KEPT_MEMORY_KEYS if worker["engine"] == EngineKind.COMMAND.value else COMMAND_KEYS:
+        for key in EngineKind(worker["engine"]).foreign_keys:
             del worker[key]
         worker["env"] = {name: redact(name, value) for name, value in worker["env"].items()}
         if "args" in worker:
             worker["args"] = _redacted(worker["args"])
         if "command" in worker:
             worker["command"] = redact_command(worker["command"])
+        if "ready" in worker:
             probes = worker["ready"].items()
             worker["ready"] = {name: redact_command(probe) if name == "exec" else probe for name, probe in probes if probe is not None}
     return data

@@ -35,8 +35,8 @@ Load = Callable[..., Any]
         ("args: {Torch-Dtype: x}", 6, "use the worker's dtype"),
         ("env: {CUDA_VISIBLE_DEVICES: '0'}", 6, "use gpus"),
         ("env: {SHADOWSUP_X: '0'}", 6, "for shadowsup itself"),
-        ("command: [x]", 6, "only command engines have command"),
-        ("port: 80", 6, "only command engines have port"),
+        ("command: [x]", 6, "a transformers engine has no command"),
+        ("port: 80", 6, "a transformers engine has no port"),
         ("env_file: nope.env", 6, "no such file"),
         ("python: no-such-python", 6, "there is no program no-such-python"),
         ("python: ./bin/python", 6, "there is no program /"),
@@ -65,6 +65,9 @@ def worker(text: str) -> str:
         ("engine: command\ncommand: [x]\nready: {notify: false}", "write True"),
         ("engine: command\ncommand: x y\nready: {notify: true}", "a list is wanted"),
         ("engine: command\ncommand: [x]\nready: {notify: true}\ncwd: nowhere", "there is no folder"),
+        ("engine: loop\nmodel: x", "a loop engine needs command"),
+        ("engine: loop\ncommand: [x]\nready: {notify: true}", "a loop engine has no ready"),
+        ("engine: loop\ncommand: [x]\nport: 80", "a loop engine has no port"),
         ("engine: vllm\nmodel: x", "not supported by this version yet"),
         ("engine: transformers", "needs model"),
         ("engine: transformer\nmodel: x", "did you mean 'transformers'?"),
@@ -74,6 +77,12 @@ def test_each_engine_has_its_keys(problems: Problems, text: str, told: str) -> N
     found = problems(worker(text))
     assert any(told.lower() in f"{problem.message}; {problem.hint}".lower() for problem in found)
     assert len(found) == 1
+
+
+def test_a_loop_has_a_command_and_all_of_kept_memory(load_text: Load) -> None:
+    text = "engine: loop\ncommand: ['{python}', serve.py]\ncwd: .\nargs: {model: y, port: 1}\nkv: {size: 1MiB}\nshadows: 2\nverify: full"
+    [loop] = load_text(worker(text)).config.workers
+    assert loop.engine.keeps_memory and loop.command == ("{python}", "serve.py") and loop.args == {"model": "y", "port": 1}
 
 
 def test_names_are_unique_in_every_spelling(problems: Problems) -> None:

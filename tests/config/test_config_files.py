@@ -102,6 +102,9 @@ def test_the_demo_is_what_its_user_expects() -> None:
         ({"env": {"A": 1}}, False),
         ({"command": ["x"]}, False),
         ({"engine": "command"}, False),
+        ({"engine": "loop"}, False),
+        ({"engine": "loop", "command": ["x"]}, True),
+        ({"engine": "loop", "command": ["x"], "ready": {"notify": True}}, False),
     ],
 )
 def test_the_schema_agrees_with_the_loader(change: dict[str, Any], fits: bool) -> None:
