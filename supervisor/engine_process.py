@@ -26,7 +26,7 @@ from shadowsup.supervisor.process import Child, Lifeline, SpawnPlan
 from shadowsup.supervisor.registry import Entry, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.tree import TAG_NAME, Tree, tag, unlink_shm
-from shadowsup.wire.engine import EngineSpec
+from shadowsup.wire.engine import SPEC_VARIABLE, EngineSpec
 
 REFILL_NICE = 10
 """A shadow that loads in the background leaves the processors to the streams."""
@@ -53,7 +53,8 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How one engine is started. ``spec``: for engines with kept memory; ``argv`` for others and for cold spawns."""
+    """How one engine is started. ``spec``: for engines with kept memory; ``argv``: for others, and for those that are started by a command
+    line of their own (`SPEC_VARIABLE` tells it where the spec is)."""
 
     worker: str
     env: Mapping[str, str]
@@ -124,7 +125,8 @@ class EngineProcess:
                 path = host.paths.spec(self.id)
                 spec = msgspec.structs.replace(launch.spec, lifeline_fd=lifeline.theirs)
                 write_private(path, msgspec.json.format(msgspec.json.encode(spec)))
-                argv = [launch.python, "-m", "shadowsup.workers.main", str(path)]
+                argv = argv or [launch.python, "-m", "shadowsup.workers.main", str(path)]
+                env[SPEC_VARIABLE] = str(path)
             plan = SpawnPlan(what=f"engine {self.id}", argv=argv, env=env, cwd=launch.cwd, stdout=output, stderr=output)
             return Child.spawn(plan, lifeline)
         finally:

@@ -184,7 +184,8 @@ async def plan(
             if key not in fetched:
                 fetched[key] = await fetch(recipe.model, worker.revision, recipe.python, recipe.env, report)
             recipe.revision = fetched[key] or worker.revision
-        if os.environ.get(NO_NURSERY) == "1":
+        # A loop is a program of its own: there is nothing to import for it beforehand.
+        if worker.engine is EngineKind.LOOP or os.environ.get(NO_NURSERY) == "1":
             made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus))
             continue
         nursery = NurseryPlan(engine=worker.engine.value, preload=_preload(kind), python=recipe.python, env=_nursery_env(worker, recipe))

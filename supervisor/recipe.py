@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from shadowsup.supervisor.config.model import WorkerConfig
+from shadowsup.supervisor.config.model import EngineKind, WorkerConfig
 from shadowsup.supervisor.devices import environment as device_environment
 from shadowsup.supervisor.engine_process import EngineProcess, Launch
 from shadowsup.supervisor.environment import engine_environment
@@ -68,7 +68,7 @@ def worker_environment(
 
 
 class KeptRecipe:
-    """Engines with kept memory: our SDK in the configured interpreter.
+    """Engines with kept memory: our SDK in the configured interpreter, or in a program of the user's own (``engine: loop``).
 
     Args:
         kind: adapter (a key of the registry, or ``module:attribute``).
@@ -95,7 +95,7 @@ class KeptRecipe:
         self.kind = kind
         self.model = model
         extra = {}
-        if config.python is not None:
+        if config.python is not None or config.engine is EngineKind.LOOP:
             # Our engine side on its path, before whatever the worker adds, and nothing else of our own environment.
             ours = str(make_pypath(paths.runtime))
             theirs = config.env.get("PYTHONPATH")
@@ -134,6 +134,8 @@ class KeptRecipe:
             env=self.env,
             spec=spec,
             python=self.python,
+            argv=[word.replace("{python}", self.python) for word in config.command or ()],
+            cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,
         )
