@@ -8,11 +8,12 @@ afterwards and told from the kill on, too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +140,18 @@ def moment(plan: Plan, rng: random.Random) -> int:
     return rng.randrange(2, max(3, plan.output_tokens * 3 // 4))
 
 
+@contextlib.asynccontextmanager
+async def ended(tasks: Sequence[asyncio.Task[Any]]) -> AsyncIterator[None]:
+    """See to it that no task is left when the block is left by an error."""
+    try:
+        yield
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 async def _one(
     node: Node,
     plan: Plan,
@@ -155,11 +168,12 @@ async def _one(
         asyncio.create_task(stream_chat(session, url, payload(plan.model, chat, plan.output_tokens), into))
         for chat, into in zip(prompts, seen, strict=True)
     ]
-    await asyncio.gather(*(stream.reached(kill.at_token) for stream in seen))
-    await asyncio.sleep(rng.uniform(0.0, _step_s(seen)))  # anywhere in a step, not always right after one
-    killed_s = time.monotonic()
-    os.kill(victim["pid"], signal.SIGKILL)
-    await asyncio.gather(*asked)
+    async with ended(asked):
+        await asyncio.gather(*(stream.reached(kill.at_token) for stream in seen))
+        await asyncio.sleep(rng.uniform(0.0, _step_s(seen)))  # anywhere in a step, not always right after one
+        killed_s = time.monotonic()
+        os.kill(victim["pid"], signal.SIGKILL)
+        await asyncio.gather(*asked)
     for stream, reference in zip(seen, references, strict=True):
         problem = difference(reference, stream)
         if problem:

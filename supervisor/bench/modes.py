@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ async def measure(
     plan: Plan,
     modes: Sequence[Mode],
     progress: Progress = lambda _: None,
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
     *,
     start: Sequence[str] = START,
     adapters: Mapping[str, str] | None = None,
@@ -27,6 +28,7 @@ async def measure(
     """Run ``plan`` in every one of ``modes``; return the document.
 
     Args:
+        keep: given the document so far after each mode: a later one may fail after hours.
         content: of the config (`setting.content_of`); a node is started for each mode, with the one worker of the plan.
         start, adapters: how to start a node, and what stands for its engines (tests).
 
@@ -39,6 +41,7 @@ async def measure(
     worker = choose(content, plan.worker)
     plan = replace(plan, worker=worker.name, model=worker.public_name, block_tokens=worker.kv.block_tokens)
     found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for mode in modes:
         changed = for_mode(content, worker.name, mode)
 
@@ -55,7 +58,9 @@ async def measure(
         if plan.kills and result["kinds"] != _KINDS[mode]:
             raise SupervisorError(f"{mode.value} was to be measured, but the engines came back by {', '.join(result['kinds'])}")
         found[mode.value] = result
-    return machine.document("failover", load, {"plan": plan.as_dict(), "engine": describe(content, worker.name), "modes": found})
+        document = machine.document("failover", load, {"plan": plan.as_dict(), "engine": describe(content, worker.name), "modes": found})
+        keep(document)
+    return document
 
 
 def describe(content: dict[str, Any], name: str) -> dict[str, Any]:

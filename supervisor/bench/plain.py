@@ -25,7 +25,7 @@ import yaml
 
 from shadowsup.supervisor import node_setup
 from shadowsup.supervisor.bench.client import Stream, longest_gap_s, resumed_after, stream_chat
-from shadowsup.supervisor.bench.failover import Kill, Plan, Progress, chats_of, client_session, moment, summary, undisturbed
+from shadowsup.supervisor.bench.failover import Kill, Plan, Progress, chats_of, client_session, ended, moment, summary, undisturbed
 from shadowsup.supervisor.bench.figures import cached_share, difference, partial_difference, percentiles
 from shadowsup.supervisor.bench.node import free_port
 from shadowsup.supervisor.bench.prompts import Chat, payload
@@ -227,12 +227,13 @@ async def _one(
     talks = [Conversation(first=Stream(sent_s=time.monotonic())) for _ in prompts]
     requests = [payload(plan.model, chat, plan.output_tokens) for chat in prompts]
     talking = [asyncio.create_task(converse(session, server, one, talk)) for one, talk in zip(requests, talks, strict=True)]
-    await asyncio.gather(*(talk.first.reached(kill.at_token) for talk in talks))
-    killed_s = time.monotonic()
-    await server.kill()
-    await server.ready()
-    kill.settled_ms = (time.monotonic() - killed_s) * 1e3
-    await asyncio.gather(*talking)
+    async with ended(talking):
+        await asyncio.gather(*(talk.first.reached(kill.at_token) for talk in talks))
+        killed_s = time.monotonic()
+        await server.kill()
+        await server.ready()
+        kill.settled_ms = (time.monotonic() - killed_s) * 1e3
+        await asyncio.gather(*talking)
     kill.kind = "restart"
     return talks, killed_s
 

@@ -79,7 +79,12 @@ def failover(
         if wanted or everything:
             chosen.append(mode)
     content, plan = _setting(config, load, kills)
-    document = _run(lambda progress: modes.measure(content, plan, chosen, progress), output, save)
+
+    def keep(document: dict[str, Any]) -> None:
+        if save is not None:
+            _write(save, document)
+
+    document = _run(lambda progress: modes.measure(content, plan, chosen, progress, keep), output, save)
     return 1 if any(result["wrong"] for result in document["modes"].values()) else 0
 
 
@@ -164,7 +169,7 @@ def _run(runner: Runner, output: str, save: Path | None) -> dict[str, Any]:
         raise SupervisorError(f"there is no folder {save.parent} for --save")
     document = asyncio.run(runner(lambda text: click.echo(text, err=True)))
     if save is not None:
-        save.write_text(json.dumps(document, indent=1) + "\n")
+        _write(save, document)
     if output == "json":
         echo_json(document)
         return document
@@ -175,3 +180,10 @@ def _run(runner: Runner, output: str, save: Path | None) -> dict[str, Any]:
             click.echo(note)
     click.echo(tables.setting(document))
     return document
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    except OSError as error:
+        raise SupervisorError(f"cannot write {path}: {error.strerror}") from None

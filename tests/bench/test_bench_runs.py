@@ -29,7 +29,9 @@ PLAN = Plan(kills=2, streams=2, prompt_tokens=200, output_tokens=24)
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_kills_in_each_mode_change_no_token(content: dict[str, Any], mode: Mode) -> None:
     said: list[str] = []
-    document = await modes.measure(content, PLAN, [mode], said.append, start=START, adapters=ADAPTERS)
+    kept: list[dict[str, Any]] = []
+    document = await modes.measure(content, PLAN, [mode], said.append, kept.append, start=START, adapters=ADAPTERS)
+    assert kept == [document]
     result = document["modes"][mode.value]
     assert result["wrong"] == []
     assert result["ids_checked"]
