@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from shadowsup import __version__
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.cli.verbs import VERBS
 from shadowsup.supervisor.errors import ExitCode
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 INTERRUPTED = 130
 """128 + SIGINT, what shells expect."""
@@ -56,6 +60,13 @@ class LazyGroup(click.Group):
             raise click.Abort from None
         except BrokenPipeError:
             raise OutputClosed from None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete verbs from the table alone: a shell asks at every press of a key."""
+        from click.shell_completion import CompletionItem
+
+        verbs = [CompletionItem(name, help=verb.help) for name, verb in VERBS.items() if name.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for section in dict.fromkeys(verb.section for verb in VERBS.values()):

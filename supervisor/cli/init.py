@@ -109,7 +109,7 @@ def _try_out(model: str) -> tuple[WorkerConfig, dict[str, Any]]:
 
     # The config's relative paths count from its own folder, this one from the working folder.
     path = Path(model).expanduser()
-    if not model.startswith("package:") and path.exists():
+    if model.startswith(("./", "../", "~")) or (not model.startswith("package:") and path.exists()):
         model = str(path.absolute())
     # As large as the address space: every model's cache is large enough.
     worker = WorkerConfig(name="chat", engine=EngineKind.TRANSFORMERS, model=model, kv={"size": 2**46})  # type: ignore[arg-type]

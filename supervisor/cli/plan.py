@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,16 +44,19 @@ def plan(ctx: click.Context, config: Path, output: str) -> int:
     return ExitCode.DONE if made.verdict.fits else ExitCode.FAILED
 
 
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a config would run. ``running``: a supervisor serves this node now, so its own memory is in use already."""
+    """What a config would run. ``running``: a supervisor serves this node now, so its own memory is in use already.
 
-    def __init__(self, loaded: LoadedConfig, runtime: Path, running: bool, processes: list[Process], verdict: Verdict) -> None:
-        self.loaded = loaded
-        self.runtime = runtime
-        self.running = running
-        self.processes = processes
-        self.verdict = verdict
-        self.models: dict[str, dict[str, Any]] = {}
+    ``models``: worker → what the files of its model say.
+    """
+
+    loaded: LoadedConfig
+    runtime: Path
+    running: bool
+    processes: list[Process]
+    models: dict[str, dict[str, Any]]
+    verdict: Verdict
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -89,9 +93,14 @@ def make(loaded: LoadedConfig, *, explicit: Path | None = None) -> Plan:
     processes = plan_processes.parts(config, paths)
     for worker in config.workers:
         processes += plan_processes.engines(config, worker, paths)
-    made = Plan(loaded, runtime, runtime_dir.serving(runtime), processes, plan_memory.judge(config, models))
-    made.models = {model.worker: model.facts for model in models}
-    return made
+    return Plan(
+        loaded=loaded,
+        runtime=runtime,
+        running=runtime_dir.serving(runtime),
+        processes=processes,
+        models={model.worker: model.facts for model in models},
+        verdict=plan_memory.judge(config, models),
+    )
 
 
 def render(plan: Plan) -> str:

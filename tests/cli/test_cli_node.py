@@ -241,6 +241,35 @@ def test_the_session_in_the_manual_works(node: FakeNode, tmp_path: Path) -> None
     assert not node.runtime.exists()
 
 
+def test_a_node_of_a_command_is_run_with_the_command_line_alone(tmp_path: Path, folder: Path) -> None:
+    """As `configs/command.yaml`, on a free port."""
+    text = (Path(__file__).parents[2] / "configs" / "command.yaml").read_text()
+    config = tmp_path / "command.yaml"
+    config.write_text(text.replace("127.0.0.1:8000", "127.0.0.1:0").replace("cwd: /tmp", f"cwd: {tmp_path}"))
+    environ = os.environ | {"SHADOWSUP_RUNTIME_DIR": str(folder / "run"), "HOME": str(tmp_path)}
+
+    def run(line: str) -> str:
+        done = subprocess.run([*COMMAND, *shlex.split(line)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+        return done.stdout
+
+    run("plan command.yaml")
+    assert "healthy after" in run("start command.yaml -d --wait")
+    try:
+        assert "worker web  healthy" in run("status")
+        assert run("memory") == "0 segments, 0 B\n"
+        assert "no recoveries" in run("recoveries web")
+        assert "web is healthy" in run("events web --grep worker.state")
+        assert "GET / HTTP" in run("logs web -n 5")
+        assert "web: healthy again" in run("kill web.1")
+        assert "web: restarted" in run("restart web")
+        assert "web: drained and stopped" in run("drain web")
+        assert (tmp_path / ".local/state/shadowsup/files/logs/web.log").exists()
+    finally:
+        assert run("stop") == "stopped\n"
+    assert not (folder / "run").exists()
+
+
 def test_every_verb_that_looks_says_that_the_node_is_gone(node: FakeNode, shadowsup: Shadowsup) -> None:
     for words in (["status"], ["restart", "chat"], ["drain", "chat"], ["failover", "chat"], ["kill", "chat.1"], ["chat", "-m", "x"]):
         result: Any = shadowsup(*words)
