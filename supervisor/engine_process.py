@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from shadowsup.errors import ShadowsupError
+from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.nursery_client import NurseryClient
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
@@ -100,9 +101,16 @@ class EngineProcess:
         except OSError as error:
             self._tell(m.SpawnFailed(self.id, how, error.strerror or str(error), "see `shadowsup doctor`"))
             return
+        try:
+            self._host.registry.record(Entry(identity=child.identity, what="engine", engine=self.id, tag=self._tag, pgid=child.pid))
+        except SupervisorError as error:
+            # A later supervisor would not find it and start a second one.
+            child.signal_group(signal.SIGKILL)
+            child.close()
+            self._tell(m.SpawnFailed(self.id, how, error.message, error.hint))
+            return
         self._child = child
         self._tree = Tree(tag=self._tag, leader=child.identity, pgid=child.pid)
-        self._host.registry.record(Entry(identity=child.identity, what="engine", engine=self.id, tag=self._tag, pgid=child.pid))
         self._nice = refill and child.renice(REFILL_NICE)
         self._tell(m.Spawned(self.id, child.pid))
         # Callbacks last: what they tell must come after `Spawned`. Nothing can have been missed, they run on the loop's next turn.

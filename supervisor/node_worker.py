@@ -119,10 +119,12 @@ class WorkerOwner:
         while True:
             event = await self._queue.get()
             try:
-                self._carry_out(self.policy.handle(event, time.monotonic()))
+                actions = self.policy.handle(event, time.monotonic())
             except Exception:
                 # A defect here must not end the supervision of this worker: the policy finds what is missing at the next event.
                 log.exception("worker %s: %s could not be handled", self.name, event)
+                actions = []
+            self._carry_out(actions)
 
     # --- the clock --------------------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,11 @@ class WorkerOwner:
 
     def _carry_out(self, actions: list[m.WorkerAction]) -> None:
         for action in actions:
-            self._do(action)
+            try:
+                self._do(action)
+            except Exception:
+                # Each is said once: one that cannot be carried out must not take those behind it along (a fence, a promotion).
+                log.exception("worker %s: %s could not be carried out", self.name, action)
         self._set_timer()
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
@@ -187,6 +193,10 @@ class WorkerOwner:
             launch = self.recipe.launch(action.engine, action.seq)
         except SupervisorError as error:
             self.put(m.SpawnFailed(action.engine, action.how, error.message, error.hint))
+            return
+        except Exception as error:
+            log.exception("%s could not be launched", action.engine)
+            self.put(m.SpawnFailed(action.engine, action.how, f"{type(error).__name__}: {error}"))
             return
         process = EngineProcess(self._node.host, action.engine, launch, self.put)
         self.engines[action.engine] = process

@@ -174,8 +174,14 @@ class Part:
             finally:
                 os.close(write_fd)
             self.child = child
-            self.host.registry.record(Entry(identity=child.identity, what=self.what, engine=self.label, pgid=child.pid))
             child.on_exit = lambda status: self._exited(child, status)
+            try:
+                self.host.registry.record(Entry(identity=child.identity, what=self.what, engine=self.label, pgid=child.pid))
+            except SupervisorError as error:
+                # A later supervisor would not find it and start a second one.
+                log.error("the %s cannot be recorded and is ended: %s", self.name, error)
+                child.signal_group(signal.SIGKILL)
+                return
             if not self.policy.wanted:  # told to stop meanwhile
                 child.signal_group(signal.SIGKILL)
                 return

@@ -6,6 +6,8 @@ crashes takes the processes with it, and another boot id makes the old entries v
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
 
 SCHEMA = 1
+
+log = logging.getLogger("shadowsup.registry")
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,19 +57,27 @@ class Registry:
         """Add or replace the entry of ``entry.identity``; it is on disk when this returns. Call right after the spawn.
 
         Raises:
-            SupervisorError: the file cannot be written.
+            SupervisorError: the file cannot be written; the process is not in the list, and must not run.
         """
+        before = self._entries.get(entry.identity)
         self._entries[entry.identity] = entry
-        self._write()
+        try:
+            self._write()
+        except SupervisorError:
+            if before is None:
+                del self._entries[entry.identity]
+            else:
+                self._entries[entry.identity] = before
+            raise
 
     def forget(self, identity: Identity) -> None:
-        """Drop a process that is gone; unknown ones are ignored.
-
-        Raises:
-            SupervisorError: the file cannot be written.
-        """
+        """Drop a process that is gone; unknown ones are ignored. Never raises: a dead process in the file does no harm, and the next
+        change takes it out."""
         if self._entries.pop(identity, None) is not None:
-            self._write()
+            try:
+                self._write()
+            except SupervisorError as error:
+                log.warning("%s", error)
 
     def leftovers(self) -> tuple[Entry, ...]:
         """Read the file an earlier supervisor left and return, and keep, the entries whose process still runs.
@@ -106,5 +118,6 @@ class Registry:
                 file.write(data)
             temporary.rename(self._path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise SupervisorError(f"cannot write {self._path}: {error.strerror}", "is the runtime directory full or gone?") from error

@@ -66,6 +66,22 @@ def test_list_that_cannot_be_written_is_said_and_leaves_no_half_file(tmp_path: P
     with pytest.raises(SupervisorError, match="cannot write"):
         registry.record(Entry(identity=me(), what="engine"))
     assert list(tmp_path.iterdir()) == []
+    assert registry.entries == (), "who could not be recorded must not run"
+
+
+def test_a_process_that_is_gone_is_forgotten_though_the_list_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    registry = Registry(folder / "processes.json")
+    registry.record(Entry(identity=me(), what="engine"))
+    (folder / "processes.json").unlink()
+    folder.rmdir()
+    registry.forget(me())
+    assert registry.entries == ()
+    folder.mkdir()
+    other = Entry(identity=Identity(pid=1, start_time=1, boot_id=me().boot_id), what="keeper")
+    registry.record(other)
+    assert me() not in {entry.identity for entry in Registry(folder / "processes.json").leftovers()}
 
 
 def test_writer_killed_at_any_instant_leaves_a_whole_list(tmp_path: Path) -> None:
