@@ -148,7 +148,8 @@ async def _launch(
     plan = await node_setup.plan(load(path).config, paths, ScribeClient(paths.scribe), adapters, lambda _: None)
     (recipe,) = (one.recipe for one in plan.workers if one.name == worker)
     launch = recipe.launch(f"{worker}.1", 1)
-    assert launch.spec is not None
+    if launch.spec is None or launch.argv:
+        raise SupervisorError(f"worker {worker} runs a program of its own: there is no plain server of it", "leave out --plain")
     return launch.spec, launch.env, launch.python
 
 

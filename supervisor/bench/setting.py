@@ -11,7 +11,6 @@ import yaml
 
 from shadowsup.supervisor.config import WorkerConfig, load
 from shadowsup.supervisor.config.loader import loads
-from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.node_setup import NO_NURSERY
 
@@ -88,9 +87,11 @@ def choose(content: dict[str, Any], name: str | None) -> WorkerConfig:
     if name is not None and name not in named:
         raise SupervisorError(f"the config has no worker {name}", f"it has {', '.join(named)}", exit_code=ExitCode.USAGE)
     worker = config.worker(name or named[0])
-    if worker.engine is EngineKind.COMMAND:
+    if not worker.engine.keeps_memory:
         raise SupervisorError(
-            f"worker {worker.name} is a command engine: it keeps no memory", "name another with --worker", exit_code=ExitCode.USAGE
+            f"worker {worker.name} keeps no memory: it is a {worker.engine.value} engine",
+            "name another with --worker",
+            exit_code=ExitCode.USAGE,
         )
     return worker
 
