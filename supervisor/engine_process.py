@@ -36,6 +36,7 @@ STATUS_WAIT_S = 0.1
 TAIL_LINES = 20
 TAIL_WAIT_S = 1.0
 RETRY_KILL_S = 1.0
+RETRY_LOOK_S = 0.05
 
 log = logging.getLogger("shadowsup.engine")
 
@@ -186,7 +187,10 @@ class EngineProcess:
     async def observe(self) -> None:
         """Look at its tree once, so that what it detaches later stays known."""
         if self._tree is not None and self._ending is None:
-            await asyncio.to_thread(self._tree.observe)
+            try:
+                await asyncio.to_thread(self._tree.observe)
+            except OSError as error:  # out of descriptors: the next look comes
+                log.warning("%s could not be looked at: %s", self.id, error)
 
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
@@ -214,27 +218,33 @@ class EngineProcess:
         tree = self._tree
         assert tree is not None
         while True:
-            killed = await asyncio.to_thread(tree.kill)
             try:
-                left = await killed.gone()
-            finally:
-                shm = killed.shm
-                killed.close()
-            if not left and killed.complete and not child.alive:
-                break
-            if left:
-                log.warning("%s: still there after SIGKILL: %s", self.id, ", ".join(map(str, left)))
+                killed = await asyncio.to_thread(tree.kill)
+            except OSError as error:  # out of descriptors, mostly; whoever waits for the fence needs another try
+                log.warning("%s: its processes could not be looked for: %s", self.id, error)
+            else:
+                try:
+                    left = await killed.gone()
+                finally:
+                    killed.close()
+                if not left and killed.complete and not child.alive:
+                    break
+                if left:
+                    log.warning("%s: still there after SIGKILL: %s", self.id, ", ".join(map(str, left)))
             child.signal_group(signal.SIGKILL)
-            try:
-                async with asyncio.timeout(RETRY_KILL_S):
-                    await child.wait()
-            except TimeoutError:
-                continue
+            if child.alive:
+                try:
+                    async with asyncio.timeout(RETRY_KILL_S):
+                        await child.wait()
+                except TimeoutError:
+                    continue
+            else:  # a member that cannot be ended, or a failed look: not at once again
+                await asyncio.sleep(RETRY_LOOK_S)
         self._frozen = True
         output = await self._last_words(child)
         self._tell(m.Gone(self.id, child.returncode, output))
         # After the fence only, and not on its way: files in /dev/shm that no living process uses.
-        removed = await asyncio.to_thread(unlink_shm, shm)
+        removed = await asyncio.to_thread(unlink_shm, killed.shm)
         if removed:
             log.info("%s: removed %s", self.id, ", ".join(map(str, removed)))
 

@@ -85,18 +85,31 @@ class Tree:
         Some ms, some tens with large engines: call it off the loop's thread, every few seconds and before an orderly stop.
         """
         found = self._find(_table(self.leader.start_time))
-        self._seen.update(_identity(stat) for stat, _ in found.values())
-        self.shm |= shm_of(found)
+        # Those that are gone are of no interest any more, and there may be many: a server that starts a process for each request.
+        self._seen = {self.leader, *(_identity(stat) for stat, _ in found.values())}
+        self.shm = {file for file in self.shm if file.path.exists()} | shm_of(found)
         return tuple(stat for stat, _ in found.values())
 
     def kill(self, number: int = signal.SIGKILL) -> Killed:
         """Signal every member once, and look again until there is no new one (a fork may have raced the signal). Bounded.
 
         Blocking, some ms a look: call it off the loop's thread, after `Child.signal_group` has dealt the first blow.
+
+        Raises:
+            OSError: a process could not be opened (out of fds). Who had been found by then is signalled.
         """
         signalled: dict[Identity, Member] = {}
+        try:
+            complete = self._strike_all(signalled, number)
+        except BaseException:
+            for member in signalled.values():
+                os.close(member.pidfd)
+            raise
+        return Killed(tuple(signalled.values()), frozenset(self.shm), complete=complete)
+
+    def _strike_all(self, signalled: dict[Identity, Member], number: int) -> bool:
+        """Returns whether the last look found nobody new."""
         deadline = time.monotonic() + MAX_KILL_S
-        complete = False
         for _ in range(MAX_ROUNDS):
             new = False
             for stat, why in self._find(_table(self.leader.start_time)).values():
@@ -108,10 +121,11 @@ class Tree:
                 if member is not None:
                     signalled[identity] = member
                     new = True
-            complete = not new
-            if complete or time.monotonic() > deadline:
+            if not new:
+                return True
+            if time.monotonic() > deadline:
                 break
-        return Killed(tuple(signalled.values()), frozenset(self.shm), complete=complete)
+        return False
 
     def _find(self, table: dict[int, Stat]) -> dict[int, tuple[Stat, str]]:
         """Return the living members among ``table``: pid → (stat, why)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -149,6 +150,20 @@ say('helper', helper.pid); say('leader'); rest()
     pids, survivors, _ = await kill(tree)
     assert pids == {engine.told["helper"].pid}
     assert survivors == ()
+
+
+async def test_members_that_are_gone_are_not_remembered_for_ever(start) -> None:  # type: ignore[no-untyped-def]
+    engine = await start("say('leader')\nif os.fork() == 0: say('child'); rest()\nrest()")
+    await engine.hear("leader", "child")
+    tree = engine.tree()
+    await asyncio.to_thread(tree.observe)
+    assert tree._seen == {engine.child.identity, engine.told["child"]}
+    os.kill(engine.told["child"].pid, signal.SIGKILL)
+    pidfd = os.pidfd_open(engine.told["child"].pid)
+    await asyncio.to_thread(select.select, [pidfd], [], [])
+    os.close(pidfd)
+    await asyncio.to_thread(tree.observe)
+    assert tree._seen == {engine.child.identity}
 
 
 async def test_strangers_and_siblings_survive(start) -> None:  # type: ignore[no-untyped-def]
