@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -67,6 +68,7 @@ class Node:
         reporter: told of each step, for people.
         sockets: the gateway's listening sockets; owned from now on.
         adapters: engine name of the config → adapter that is run instead (tests).
+        config_path: the file that ``config`` was read from, absolute, for clients.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Node:
         reporter: Callable[[str], None],
         sockets: list[socket.socket],
         adapters: Mapping[str, str] | None = None,
+        config_path: str = "",
     ) -> None:
         self.config = config
+        self._config_path = config_path
         self.paths = paths
         self.state = NodeState.STARTING
         self.began_s = time.monotonic()
@@ -365,6 +369,7 @@ class Node:
             "state_dir": str(self.paths.state),
             "logs_dir": str(self.paths.logs),
             "listen": self.listen,
+            "config": self._config_path,
         }
         write_private(self.paths.record, msgspec.json.format(msgspec.json.encode(record)))
 
@@ -384,17 +389,18 @@ def run(loaded: LoadedConfig, runtime_dir: Any, *, reporter: Callable[[str], Non
     with node_setup.claimed(runtime_dir, loaded.config) as paths:
         node_setup.prepare_process()
         sockets = node_setup.listen(loaded.config)
-        return asyncio.run(_run(loaded.config, paths, sockets, reporter, adapters))
+        return asyncio.run(_run(loaded, paths, sockets, reporter, adapters))
 
 
 async def _run(
-    config: NodeConfig,
+    loaded: LoadedConfig,
     paths: NodePaths,
     sockets: list[socket.socket],
     reporter: Callable[[str], None],
     adapters: Mapping[str, str] | None,
 ) -> int:
-    node = Node(config, paths, reporter=reporter, sockets=sockets, adapters=adapters)
+    path = str(Path(loaded.path).absolute())
+    node = Node(loaded.config, paths, reporter=reporter, sockets=sockets, adapters=adapters, config_path=path)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)
