@@ -29,7 +29,6 @@ from typing import Any
 
 import msgspec
 
-from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.protocol import Fingerprint
 from shadowsup.wire.engine import SPEC_VARIABLE, EngineSpec, Phase
 from shadowsup.wire.link import Accepted, Cancel, Rejected, Submit, Token
@@ -61,8 +60,8 @@ def attach(*, device: str = "cpu") -> Loop:
     """Return this process's loop, to be entered with ``with``.
 
     What leaves the block: a loop that is told to stop ends it silently, and the script goes on behind it (no tensor over kept memory may
-    be written there). An error is reported to the supervisor first; one of this project's own then ends the process with the status that
-    its kind has (`ExitCode`), any other goes on as it is.
+    be touched there). An error is reported to the supervisor and logged; then it leaves as the SystemExit of its kind (`ExitCode`).
+    Without a supervisor errors leave as they are.
 
     Args:
         device: of tensors where there is no supervisor: ``cpu`` or ``cuda``. Under one, the worker's ``gpus`` decide.
@@ -147,7 +146,7 @@ class Loop:
         finally:
             self._interruptible.close()
             self._stack.close()
-        if isinstance(error, ShadowsupError):  # has been told, in words
+        if isinstance(error, Exception):  # has been told
             raise SystemExit(code) from None
         return isinstance(error, Leave)
 

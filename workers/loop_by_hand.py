@@ -18,7 +18,7 @@ from shadowsup.workers.leaving import Leave
 from shadowsup.workers.loop_blocks import private_ledger
 
 MAX_TOKENS = 64
-"""Of an answer."""
+"""Of an answer; less where half of the context is less."""
 
 
 class ByHand:
@@ -74,7 +74,7 @@ class ByHand:
             line = self._lines.readline()
             if not line:
                 raise Leave
-            sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, seed=0)
+            sampling = Sampling(max_tokens=min(MAX_TOKENS, self._engine.max_context // 2), temperature=0.0, seed=0)
             self._engine.submit(Submit(rid=str(next(self._numbers)), epoch=1, prompt=line.rstrip("\n"), sampling=sampling))
         return True
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,13 +256,15 @@ class World:
         )
         return msgspec.structs.replace(spec, **changes)
 
-    def spawn(self, seq: int, *, env: dict[str, str] | None = None, **changes: Any) -> Engine:
+    def spawn(self, seq: int, *, env: dict[str, str] | None = None, command: Sequence[str] = (), **changes: Any) -> Engine:
+        """``command``: a program of its own in place of `shadowsup.workers.main`."""
         ours, theirs = socket.socketpair()
         spec = self.spec(seq, lifeline_fd=theirs.fileno(), **changes)
         path = self.path / f"chat.{seq}.json"
         path.write_bytes(msgspec.json.encode(spec))
-        command = [sys.executable, "-m", "shadowsup.workers.main", str(path)]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**environment(), **(env or {})}, start_new_session=True)
+        argv = command or [sys.executable, "-m", "shadowsup.workers.main", str(path)]
+        ours_too = {**environment(), **(env or {}), wire.SPEC_VARIABLE: str(path)}
+        process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=ours_too, start_new_session=True)
         theirs.close()
         engine = Engine(spec, process, ours)
         self.engines.append(engine)
