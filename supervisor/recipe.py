@@ -121,6 +121,7 @@ class KeptRecipe:
             dtype=config.dtype.value,
             args=dict(config.args),
             gpus=self._gpus,
+            shadows=config.shadows,
             kv=KvSpec(size=config.kv.size or 0, block_tokens=config.kv.block_tokens, reserve=config.kv.reserve),
             verify=config.verify.value,
             heartbeat_s=config.health.heartbeat,

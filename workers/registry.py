@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 from shadowsup.workers.api import AdapterFactory
 from shadowsup.workers.errors import WorkerError
@@ -27,6 +28,19 @@ PRELOADS = {
 Any other name is a comma-separated list of modules.
 """
 
+GPU_PRELOADS = {
+    "transformers": (
+        "cuda.bindings.driver",
+        "triton",
+        "shadowsup.workers.arena_cuda",
+        "shadowsup.workers.weights_cuda",
+        "shadowsup.workers.checksum_triton",
+        "shadowsup.workers.sampling_batched",
+        "shadowsup.workers.transformers.paged_kernels",
+    ),
+}
+"""The same where there is Triton, which is on machines with a GPU. None of it touches the driver when it is imported."""
+
 
 def factory(kind: str) -> AdapterFactory:
     """Return what makes the adapter of ``kind``.
@@ -49,4 +63,7 @@ def factory(kind: str) -> AdapterFactory:
 
 def preload_modules(preload: str) -> tuple[str, ...]:
     """Return the modules that ``preload`` (a key of `PRELOADS` or a comma-separated list) stands for."""
-    return PRELOADS.get(preload) or tuple(name.strip() for name in preload.split(",") if name.strip())
+    if preload in PRELOADS:
+        more = GPU_PRELOADS.get(preload, ()) if importlib.util.find_spec("triton") is not None else ()
+        return (*PRELOADS[preload], *more)
+    return tuple(name.strip() for name in preload.split(",") if name.strip())

@@ -26,7 +26,7 @@ from shadowsup.wire.link import Sampling
 
 _M32 = 0xFFFFFFFF
 _M64 = 0xFFFFFFFFFFFFFFFF
-_GREEDY_BELOW = 1e-5
+GREEDY_BELOW = 1e-5
 _SORTED = 1024
 """Logits sorted for top-p at first; a row whose nucleus is wider is sorted whole."""
 
@@ -48,13 +48,21 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
         logits: (rows, vocabulary), any float type; overwritten where it is float32.
     """
     with torch.inference_mode():
+        if logits.is_cuda:
+            return _batched(logits.float(), rows)
         return _sample(logits.float(), rows)
+
+
+def _batched(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    from shadowsup.workers import sampling_batched  # which is made of this module
+
+    return sampling_batched.sample(logits, rows)
 
 
 def _sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     _penalise(logits, rows)
     _hold_eos(logits, rows)
-    drawn = [at for at, row in enumerate(rows) if row.sampling.temperature >= _GREEDY_BELOW]
+    drawn = [at for at, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if not drawn:
         return _argmax(logits)
     if len(drawn) == len(rows):
@@ -97,7 +105,7 @@ def _perturbed(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     for at, row in enumerate(rows):
         if row.sampling.top_k > 0 or row.sampling.top_p < 1.0:
             logits[at].masked_fill_(logits[at] < _threshold(logits[at], row.sampling.top_k, row.sampling.top_p), -torch.inf)
-    return logits.add_(gumbel([_key(row.sampling.seed, row.position) for row in rows], logits.shape[-1], logits.device))
+    return logits.add_(gumbel([key(row.sampling.seed, row.position) for row in rows], logits.shape[-1], logits.device))
 
 
 def _threshold(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
@@ -118,7 +126,7 @@ def _threshold(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     return best[-1]
 
 
-def _key(seed: int, position: int) -> tuple[int, int]:
+def key(seed: int, position: int) -> tuple[int, int]:
     """Mix seed and position into two 32-bit words (finaliser of splitmix64, Steele et al. 2014)."""
     state = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _M64
     state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _M64

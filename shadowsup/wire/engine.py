@@ -73,6 +73,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, object] = {}
     gpus: tuple[str, ...] = ()
     """Device UUIDs; empty = CPU and host memory."""
+    shadows: int = 1
+    """How many parked engines share the device with the active one; ``kv.size: auto`` leaves room for them."""
     rank: int = 0
     world: int = 1
     kv: KvSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from shadowsup.workers.kv_pool import IndexMirror, KvPool
 from shadowsup.workers.requests import Request
 from shadowsup.workers.sampling import Row, sample
 from shadowsup.workers.scheduler import Chunk, Limits, Scheduler
-from shadowsup.workers.transformers import arguments, loader, tensors
+from shadowsup.workers.transformers import arguments, loader, tensors, warming
 from shadowsup.workers.transformers.attention import LAYOUT, KvCache
 from shadowsup.workers.transformers.batch import Piece
 from shadowsup.workers.transformers.executor import Executor
@@ -29,9 +30,11 @@ from shadowsup.workers.weights import WeightStore
 _HOST_SHARE = 0.125
 """Of the machine's memory: what KV takes at most where the config leaves its size to the engine."""
 
-_DEVICE_SHARE = 0.9
-_DEVICE_OVERHEAD = 4 * 1024**3
-"""Bytes: contexts, workspaces and graphs of an active engine and a shadow (design: 0.5 to 3.4 GiB each were measured)."""
+_DEVICE_SHARE = 0.97
+_ENGINE_OVERHEAD = 3 * 1024**3 // 2
+"""Bytes an engine costs its device beside weights and KV: context, workspaces, graphs, activations."""
+
+log = logging.getLogger("shadowsup.engine")
 
 
 class TransformersEngine:
@@ -40,6 +43,7 @@ class TransformersEngine:
     def __init__(self) -> None:
         self._arguments = arguments.Arguments()
         self._device = torch.device("cpu")
+        self._progress: Callable[[str], None] = lambda words: None
         self._loaded: loader.Loaded | None = None
         self._geometry: KvGeometry | None = None
         self._max_context = 0
@@ -54,10 +58,11 @@ class TransformersEngine:
     # --- up to parked -----------------------------------------------------------------------------------------------------------
 
     def load(self, spec: EngineSpec, store: WeightStore, progress: Callable[[str], None]) -> None:
-        self._arguments = arguments.parse(spec.args)
+        self._arguments = arguments.parse(spec.args, gpu=bool(spec.gpus))
         if spec.world != 1:
             raise WorkerError("this engine runs on one device", "set tensor_parallel: 1", fatal=True)
         self._device = _device(spec)
+        self._progress = progress
         threads = self._arguments.thread_count()
         if threads is not None:
             torch.set_num_threads(threads)
@@ -73,7 +78,7 @@ class TransformersEngine:
                     f"max_context {self._arguments.max_context} is beyond the model's {longest} tokens", "lower it", fatal=True
                 )
             longest = self._arguments.max_context
-        size = spec.kv.size or self._own_choice(shape.block_bytes, shape.block_tokens, longest)
+        size = spec.kv.size or self._own_choice(spec, loaded, longest)
         blocks = size // shape.block_bytes
         # By default two blocks a sequence: its tail, and the next one should the fence be late.
         reserve = spec.kv.reserve if spec.kv.reserve is not None else min(2 * self._arguments.max_batch, blocks // 4)
@@ -100,13 +105,23 @@ class TransformersEngine:
         self._max_context = min(longest, capacity)
         self._context_limit = f"its KV cache holds {capacity}" if capacity < longest else f"its context is {longest}"
 
-    def _own_choice(self, block_bytes: int, block_tokens: int, longest: int) -> int:
-        wanted = (self._arguments.max_batch * -(-longest // block_tokens) + 2 * self._arguments.max_batch) * block_bytes
+    def _own_choice(self, spec: EngineSpec, loaded: loader.Loaded, longest: int) -> int:
+        shape = loaded.shape
+        wanted = (self._arguments.max_batch * -(-longest // shape.block_tokens) + 2 * self._arguments.max_batch) * shape.block_bytes
         # Of what there is, not of what is free: a shadow must come to the same figure when the first engine has taken its part.
         if self._device.type == "cuda":
-            total = torch.cuda.get_device_properties(self._device).total_memory
-            assert self._loaded is not None
-            return min(wanted, int(total * _DEVICE_SHARE) - self._loaded.kept.nbytes - _DEVICE_OVERHEAD)
+            total = int(torch.cuda.get_device_properties(self._device).total_memory * _DEVICE_SHARE)
+            # One engine more: the dead one's memory is given back only after its successor serves.
+            overhead = (2 + spec.shadows) * _ENGINE_OVERHEAD
+            left = total - loaded.kept.nbytes - overhead
+            if left < shape.block_bytes:
+                raise WorkerError(
+                    f"no memory is left for KV: the device has {total} bytes to use, weights take {loaded.kept.nbytes}, "
+                    f"{2 + spec.shadows} engines {overhead}",
+                    "use a smaller model, fewer shadows or another GPU",
+                    fatal=True,
+                )
+            return min(wanted, left)
         return min(wanted, int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _HOST_SHARE))
 
     @property
@@ -123,14 +138,12 @@ class TransformersEngine:
         memory = tensors.as_bytes(arena.address, arena.size, self._device)
         self._executor = Executor(loaded.model, KvCache(memory, loaded.shape, geometry.blocks), self._device)
         self._mirror = IndexMirror(geometry.blocks)
-        size = geometry.block_tokens
-        prompt = [at % loaded.vocabulary for at in range(min(self._max_context - 1, self._arguments.max_batch_tokens, 2 * size))]
-        blocks = list(range(-(-(len(prompt) + 1) // size)))
-        self._executor.forward([Piece(prompt, 0, blocks, True)])
-        for rows in {1, min(2, self._arguments.max_batch)}:
-            logits = self._executor.forward([Piece(prompt[:1], len(prompt), blocks, True)] * rows)
-            drawn = Sampling(seed=1, temperature=1.0, top_p=0.9)
-            sample(logits, [Row(drawn, (), len(prompt) + 1, loaded.eos)] * rows)
+        limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
+        if self._device.type == "cuda":
+            self._progress("capturing graphs")
+            graphs = self._executor.capture(limits.max_batch, self._max_context)
+            log.info("attention: %s, %d graphs", self._executor.kind.value, graphs)
+        warming.run(self._executor, limits, geometry, self._max_context, loaded.vocabulary)
         loaded.codec.decode(loaded.codec.encode("Hello"))
         try:
             loaded.codec.chat([{"role": "user", "content": "Hello"}])  # compiles the template
@@ -258,7 +271,10 @@ class TransformersEngine:
             ]
         )
         rows = [Row(chunk.request.sampling, chunk.request.output, chunk.request.total, self._loaded.eos) for chunk in plan if chunk.samples]
-        return sample(logits, rows) if rows else []
+        if rows:
+            return sample(logits, rows)  # which waits for the device
+        self._executor.finish()  # what is published next must be there
+        return []
 
     # --- what others see ---------------------------------------------------------------------------------------------------------
 
@@ -306,6 +322,9 @@ def _device(spec: EngineSpec) -> torch.device:
         raise WorkerError(
             f"no GPU can be used here, though {', '.join(spec.gpus)} is configured", "check the driver, or set gpus: []", fatal=True
         )
+    # Results of float32 must not depend on how a library feels about TF32.
+    torch.set_float32_matmul_precision("highest")
+    torch.cuda.set_device(spec.rank)
     return torch.device("cuda", spec.rank)
 
 

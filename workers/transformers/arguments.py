@@ -25,9 +25,10 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """``max_batch``: requests that run at once. ``max_batch_tokens``: tokens a step. ``max_context``: tokens of prompt and output, at
-    most the model's own. ``threads``: torch's. ``load_format``: ``auto`` or ``dummy`` (random weights, same ones each time).
-    ``config``: model config of a dummy, as in config.json. ``chat_template``: a Jinja template, or the path of one."""
+    """``max_batch``: requests that run at once (16; on a GPU 64). ``max_batch_tokens``: tokens of a step (512; on a GPU 4096).
+    ``max_context``: tokens of prompt and output, at most the model's own. ``threads``: torch's. ``load_format``: ``auto`` or ``dummy``
+    (random weights, the same ones each time). ``config``: model config of a dummy, as in config.json. ``chat_template``: a Jinja
+    template, or the path of one."""
 
     max_batch: int = 16
     max_batch_tokens: int = 512
@@ -45,8 +46,11 @@ class Arguments:
         return int(given) if given.isdigit() and int(given) > 0 else None
 
 
-def parse(args: Mapping[str, object]) -> Arguments:
-    """Read ``args``; all that is wrong is told at once.
+GPU_DEFAULTS: Mapping[str, object] = {"max_batch": 64, "max_batch_tokens": 4096}
+
+
+def parse(args: Mapping[str, object], *, gpu: bool = False) -> Arguments:
+    """Read ``args``; all that is wrong is told at once. ``gpu``: the engine runs on one, and has other defaults.
 
     Raises:
         WorkerError: (fatal).
@@ -62,7 +66,10 @@ def parse(args: Mapping[str, object]) -> Arguments:
         elif problem := _problem(name, value):
             wrong.append(f"{name}: {problem}, not {value!r}")
     if not wrong:
-        parsed = Arguments(**{name: value for name, value in args.items() if value is not None})  # type: ignore[arg-type]
+        given = {name: value for name, value in args.items() if value is not None}
+        if gpu:
+            given = {**GPU_DEFAULTS, **given}
+        parsed = Arguments(**given)  # type: ignore[arg-type]
         if parsed.max_batch > parsed.max_batch_tokens:
             wrong.append(f"max_batch_tokens ({parsed.max_batch_tokens}) is less than max_batch ({parsed.max_batch})")
         elif parsed.config is not None and parsed.load_format != "dummy":

@@ -4,7 +4,8 @@ transformers calls it by the name it is registered under, for each layer, with t
 finds in a module variable (`attending`), so no model has to forward anything. No mask function is registered under the name:
 transformers then makes no mask at all, and this module masks by sequence, position and sliding window itself.
 
-The backend here gathers the pages of a layer and calls torch's SDPA: right on a CPU, and a fallback on a GPU.
+`GatherAttention` gathers the pages of a layer and calls torch's SDPA: right on a CPU, and a fallback on a GPU, where
+`shadowsup.workers.transformers.attention_cuda` has the other one.
 """
 
 from __future__ import annotations
@@ -57,11 +58,14 @@ class KvCache:
         self.tokens = [(layer[0].view(-1, shape.heads, shape.head_dim), layer[1].view(-1, shape.heads, shape.head_dim)) for layer in tensor]
 
 
-class Backend(Protocol):
-    """How queries attend to pages. Tensors of one layer: ``query`` (heads, T, dim); ``key``, ``value`` (kv heads, T, dim) of this step,
-    already in the cache. Returns (T, heads, dim)."""
+class StepAttention(Protocol):
+    """Attention of one step. Tensors of one layer: ``query`` (heads, T, dim); ``key``, ``value`` (kv heads, T, dim) of the new tokens."""
 
-    def attend(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor: ...
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the new tokens' K and V to the cache."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+        """Return (T, heads, dim). `store` comes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,11 @@ class How:
 
 @dataclass(slots=True)
 class Step:
-    """The step that is running. ``seen``: layers that attended."""
+    """The step that is running: ``tokens`` new ones in all. ``seen``: layers that attended."""
 
-    batch: StepBatch
-    cache: KvCache
-    backend: Backend
+    tokens: int
+    shape: KvShape
+    attention: StepAttention
     seen: int = 0
 
 
@@ -120,45 +124,51 @@ def paged_attention(
     step = _current
     if step is None:
         raise WorkerError("paged attention was called outside a step", fatal=True)
-    shape = step.cache.shape
+    shape = step.shape
     if attention_mask is not None or is_causal is False:
         raise _unsupported(module, "its attention has a mask of its own")
     if any(others.get(name) is not None for name in _REFUSED):
         raise _unsupported(module, "attention with " + ", ".join(name for name in _REFUSED if others.get(name) is not None))
-    expected = (1, shape.heads, step.batch.tokens, shape.head_dim)
+    expected = (1, shape.heads, step.tokens, shape.head_dim)
     if key.shape != expected or value.shape != expected:
         raise _unsupported(module, f"K {tuple(key.shape)} and V {tuple(value.shape)} are not {expected} in each layer")
     layer = module.layer_idx
-    keys, values = step.cache.tokens[layer]
-    keys.index_copy_(0, step.batch.slots, key[0].transpose(0, 1))
-    values.index_copy_(0, step.batch.slots, value[0].transpose(0, 1))
+    step.attention.store(layer, key[0], value[0])
     step.seen += 1
     how = How(scaling if scaling is not None else shape.head_dim**-0.5, sliding_window, softcap)
-    return step.backend.attend(step, layer, query[0], key[0], value[0], how)[None], None
+    return step.attention.attend(layer, query[0], key[0], value[0], how)[None], None
 
 
 def _unsupported(module: torch.nn.Module, why: str) -> WorkerError:
     return WorkerError(f"{type(module).__name__} cannot run on paged KV: {why}", "use another model", fatal=True)
 
 
-class GatherBackend:
+class GatherAttention:
     """Gathers a sequence's pages into a contiguous K and V, then SDPA."""
 
-    def attend(self, step: Step, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
-        batch, pages = step.batch, step.cache.pages[layer]
-        if len(batch.decodes) == 1 and not batch.prefills:
-            return self._decode(batch.decodes[0], step.cache.shape, pages, query, how)
+    def __init__(self, batch: StepBatch, cache: KvCache) -> None:
+        self._batch, self._cache = batch, cache
+        self._decodes, self._prefills = batch.groups()
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        keys, values = self._cache.tokens[layer]
+        keys.index_copy_(0, self._batch.slots, key.transpose(0, 1))
+        values.index_copy_(0, self._batch.slots, value.transpose(0, 1))
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
+        pages = self._cache.pages[layer]
+        if len(self._decodes) == 1 and not self._prefills:
+            return self._decode(self._decodes[0], pages, query, how)
         out = query.new_empty((query.shape[1], query.shape[0], query.shape[2]))
-        for group in batch.decodes:
-            out[group.first : group.last] = self._decode(group, step.cache.shape, pages, query[:, group.first : group.last], how)
-        for piece in batch.prefills:
+        for group in self._decodes:
+            out[group.first : group.last] = self._decode(group, pages, query[:, group.first : group.last], how)
+        for piece in self._prefills:
             rows = slice(piece.first, piece.last)
-            out[rows] = self._prefill(piece, step.cache.shape, pages, query[:, rows], key[:, rows], value[:, rows], how)
+            out[rows] = self._prefill(piece, pages, query[:, rows], key[:, rows], value[:, rows], how)
         return out
 
-    def _decode(
-        self, group: DecodeGroup, shape: KvShape, pages: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, how: How
-    ) -> torch.Tensor:
+    def _decode(self, group: DecodeGroup, pages: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, how: How) -> torch.Tensor:
+        shape = self._cache.shape
         size = (group.last - group.first, group.length, shape.heads, shape.head_dim)
         key = pages[0].index_select(0, group.table).view(size).transpose(1, 2)
         value = pages[1].index_select(0, group.table).view(size).transpose(1, 2)
@@ -167,13 +177,13 @@ class GatherBackend:
     def _prefill(
         self,
         piece: PrefillPiece,
-        shape: KvShape,
         pages: tuple[torch.Tensor, torch.Tensor],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         how: How,
     ) -> torch.Tensor:
+        shape = self._cache.shape
         whole = piece.start == 0 and (how.window is None or how.window >= piece.context)
         if piece.start > 0:
             size = (-1, shape.heads, shape.head_dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,9 @@ _ALWAYS_TOGETHER = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New tokens of one sequence. ``start``: its first new position. ``blocks``: the sequence's blocks, from its beginning.
+    """New tokens of one sequence. ``start``: its first new position. ``samples``: the logits of the last token are wanted.
 
-    ``samples``: the logits of the last token are wanted.
+    ``blocks``: the sequence's blocks, from its beginning. From step to step the same list may grow at its end; what is in it stays.
     """
 
     tokens: Sequence[int]
@@ -96,6 +97,7 @@ class StepBatch:
     """The tensors of one step.
 
     Attributes:
+        pieces: in the order in which their tokens are packed.
         input_ids, position_ids: (1, T) int64.
         slots: (T,) int64, block × block_tokens + offset: where the K and V of each token go.
         sample_rows: (S,) int64, rows whose logits are wanted, in the order of the pieces that sample.
@@ -114,25 +116,38 @@ class StepBatch:
                 positions.append(position)
                 slots.append(piece.blocks[position // block_tokens] * block_tokens + position % block_tokens)
             last_row[at] = len(ids) - 1
+        self.pieces = [pieces[at] for at in order]
         self.tokens = len(ids)
-        # One transfer for all: (3, T).
-        packed = torch.tensor([ids, positions, slots], dtype=torch.int64).to(device)
-        self.input_ids, self.position_ids, self.slots = packed[0:1], packed[1:2], packed[2]
-        self.sample_rows = torch.tensor([last_row[at] for at, piece in enumerate(pieces) if piece.samples], dtype=torch.int64).to(device)
-        self.decodes: list[DecodeGroup] = []
-        self.prefills: list[PrefillPiece] = []
-        singles = [pieces[at] for at in order if len(pieces[at].tokens) == 1]
+        self._block_tokens, self._device, self._dtype = block_tokens, device, dtype
+        rows = [last_row[at] for at, piece in enumerate(pieces) if piece.samples]
+        # One transfer for all.
+        packed = upload(np.array([*ids, *positions, *slots, *rows], np.int64), device)
+        self.input_ids, self.position_ids, self.slots, self.sample_rows = packed.split([self.tokens] * 3 + [len(rows)])
+        self.input_ids, self.position_ids = self.input_ids[None], self.position_ids[None]
+
+    def groups(self) -> tuple[list[DecodeGroup], list[PrefillPiece]]:
+        """Return the sequences as a gather wants them: those with one new token in groups of similar length, the others one by one."""
+        decodes: list[DecodeGroup] = []
+        prefills: list[PrefillPiece] = []
+        singles = [piece for piece in self.pieces if len(piece.tokens) == 1]
         row = 0
         while row < len(singles):
             end = row + 1
-            blocks = -(-singles[row].context // block_tokens)
+            blocks = -(-singles[row].context // self._block_tokens)
             while end < len(singles) and (blocks <= _ALWAYS_TOGETHER or 2 * singles[end].context >= singles[row].context):
                 end += 1
-            self.decodes.append(DecodeGroup(row, singles[row:end], block_tokens, device, dtype))
+            decodes.append(DecodeGroup(row, singles[row:end], self._block_tokens, self._device, self._dtype))
             row = end
-        for at in order[len(singles) :]:
-            self.prefills.append(PrefillPiece(row, pieces[at], block_tokens, device, dtype))
-            row += len(pieces[at].tokens)
+        for piece in self.pieces[len(singles) :]:
+            prefills.append(PrefillPiece(row, piece, self._block_tokens, self._device, self._dtype))
+            row += len(piece.tokens)
+        return decodes, prefills
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return ``array`` on ``device``; to a GPU from pinned memory, so that nobody waits for what runs there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _order(piece: Piece) -> tuple[bool, int]:

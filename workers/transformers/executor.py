@@ -2,38 +2,74 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from inspect import signature
 
 import torch
 
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.transformers.attention import NAME, Backend, GatherBackend, KvCache, KvShape, Step, attending
+from shadowsup.workers.transformers.attention import NAME, GatherAttention, KvCache, KvShape, Step, StepAttention, attending
+from shadowsup.workers.transformers.attention_cuda import KernelAttention, Kind, choose
 from shadowsup.workers.transformers.batch import Piece, StepBatch
+from shadowsup.workers.transformers.decode_graphs import DecodeGraphs
+from shadowsup.workers.transformers.paging import paging_of
 
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Of the largest logit: how far paged and plain logits may lie apart for the model to count as the same."""
+
+log = logging.getLogger("shadowsup.engine")
 
 
 class Executor:
     """A model over a KV cache. ``model``: a transformers causal LM whose attention implementation is ours."""
 
-    def __init__(self, model: torch.nn.Module, cache: KvCache, device: torch.device, backend: Backend | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, cache: KvCache, device: torch.device) -> None:
         self.model = model
         self.cache = cache
         self.device = device
-        self._backend = backend if backend is not None else GatherBackend()
+        self._heads = int(model.config.num_attention_heads)
+        self.kind = choose(cache.shape, self._heads, device)
+        self._graphs: DecodeGraphs | None = None
+
+    def capture(self, max_batch: int, max_context: int) -> int:
+        """Capture graphs for steps in which every sequence has one new token; returns how many. None without the kernels.
+
+        The cache may have scratch behind it; the graphs write nothing now, and later to what the cache's addresses are then.
+        """
+        if self.kind is not Kind.KERNELS:
+            return 0
+        graphs = DecodeGraphs(self.model, self.cache, self._heads, self.device, max_batch=max_batch, max_context=max_context)
+        try:
+            graphs.capture()
+        except Exception as error:  # a model that asks the device something in the middle of a forward
+            log.warning("%s cannot be captured as CUDA graphs: it runs without (%s)", type(self.model).__name__, error)
+            return 0
+        self._graphs = graphs
+        return graphs.count
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Compute ``pieces``: writes their K and V, returns logits (S, vocabulary) of the pieces that sample, in their order.
 
+        On a GPU the work has only been queued. The logits are good until the next call.
+
         Raises:
             WorkerError: (fatal) the model cannot run on paged KV.
         """
+        if self._graphs is not None and self._graphs.take(pieces):
+            return self._graphs.run(pieces)
         shape = self.cache.shape
         batch = StepBatch(pieces, shape.block_tokens, device=self.device, dtype=shape.dtype)
-        step = Step(batch, self.cache, self._backend)
+        attention: StepAttention
+        if self.kind is Kind.KERNELS:
+            paging = paging_of(
+                batch.pieces, shape.block_tokens, heads=self._heads, kv_heads=shape.heads, dtype=shape.dtype, device=self.device
+            )
+            attention = KernelAttention(self.cache, batch.slots, paging)
+        else:
+            attention = GatherAttention(batch, self.cache)
+        step = Step(batch.tokens, shape, attention)
         with attending(step):
             # An index for logits_to_keep: the head runs over the rows that sample, with all that the model does around it (scaling, caps).
             out = self.model(
@@ -49,6 +85,11 @@ class Executor:
                 fatal=True,
             )
         return out.logits[0, : len(batch.sample_rows)]
+
+    def finish(self) -> None:
+        """Wait until everything that was queued has been done."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
 def refuse_unsupported(config: object, model: torch.nn.Module) -> None:

@@ -215,6 +215,8 @@ def _dtype(name: str, config: Any) -> torch.dtype:
 def _give_back_memory() -> None:
     """The loaded copy is gone; without this the allocator keeps its pages and the engine weighs twice as much."""
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except AttributeError:  # not glibc
