@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shadowsup.supervisor.policy.model import FREEZE_BOUND_S, EngineRecord
+from shadowsup.wire.engine import EngineState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,8 @@ class Succession:
             return None
         candidate = min(parked, key=lambda e: (self.is_stale(e), e.stale, e.seq))
         former = self.former_owners(engines)
-        unfrozen = [e for e in former if e.frozen_s is None]
+        # One that is stuck in the kernel may be so with its device's work unfinished, and is never fenced.
+        unfrozen = [e for e in former if e.frozen_s is None or e.state is EngineState.QUARANTINED]
         if unfrozen:
             # An engine that is being stopped by order has no verdict yet: its memory is not anybody else's before it is dead.
             if any(e.verdict_s is None for e in unfrozen):

@@ -1,4 +1,4 @@
-"""What a worker is and what follows from it: the level-triggered half of the policy.
+"""What follows from how a worker stands: the level-triggered half of the policy.
 
 `Upkeep._reconcile` compares what is with what is wanted and says what to do about it. It is run after every event, so the order in which
 events arrive decides nothing, and a lost occasion is found again at the next event or deadline.
@@ -18,102 +18,15 @@ from shadowsup.supervisor.policy.model import (
     EngineRecord,
     How,
     NurseryState,
-    WorkerSettings,
     WorkerState,
 )
-from shadowsup.supervisor.policy.restart import RestartBook
-from shadowsup.supervisor.policy.succession import Succession
-from shadowsup.supervisor.policy.timeline import Timeline
+from shadowsup.supervisor.policy.standing import NEVER_S, Standing
 from shadowsup.wire import engine as w
 from shadowsup.wire.engine import EngineState, Role
 
-NEVER_S = float("inf")
 
-
-class Upkeep(ABC):
-    """The state of one worker, and what must be done about it."""
-
-    def __init__(self, settings: WorkerSettings, *, nursery: NurseryState = NurseryState.NONE) -> None:
-        self.settings = settings
-        self.engines: dict[str, EngineRecord] = {}
-        self.succession = Succession()
-        self.desired = Desired.STOP
-        self.nursery = nursery
-        self.state = WorkerState.STOPPED
-        self.down_reason = ""
-        self.shadow_reason = ""
-        self.last_failure = ""
-        self.cold_start_s: float | None = None
-        self.timeline: Timeline | None = None
-        self.deadline_s = NEVER_S
-        self.quarantined: set[str] = set()
-        """GPUs that nothing may be started or promoted onto."""
-        self._fork_trusted = True
-        self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
-        self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
-        self._next_seq = 1
-        self._memory_used = False
-        self._judge_from_s = 0.0
-        self._actions: list[m.WorkerAction] = []
-        self._routes_key: object = None
-
-    # --- what is seen from outside ----------------------------------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        return self.succession.epoch
-
-    @property
-    def active(self) -> EngineRecord | None:
-        return self.engines.get(self.succession.active) if self.succession.active else None
-
-    @property
-    def give_up_after_s(self) -> float:
-        """How long the gateway holds a request: as configured, else max(60 s, twice the measured cold start)."""
-        if self.settings.give_up_after_s is not None:
-            return self.settings.give_up_after_s
-        return max(60.0, 2 * (self.cold_start_s or 0.0))
-
-    @property
-    def reason(self) -> str:
-        """Why the worker is not healthy, for people; empty when it is."""
-        if self.state is WorkerState.DOWN:
-            return self.down_reason
-        if self.state is WorkerState.RECOVERING and self.timeline is not None and not self._service.in_a_row:
-            return f"{self.timeline.old}: {self.timeline.recovery.cause}"
-        if self.state in (WorkerState.BACKOFF, WorkerState.RECOVERING, WorkerState.STARTING):
-            return self.last_failure
-        if self.state is WorkerState.DEGRADED:
-            return self.shadow_reason or self.last_failure
-        return ""
-
-    @property
-    def settled(self) -> bool:
-        """Nothing of this worker runs any more, except what the kernel does not let go."""
-        return self.desired is Desired.STOP and all(e.state is EngineState.QUARANTINED for e in self.engines.values())
-
-    def routable(self) -> list[EngineRecord]:
-        """Return the engines that the gateway keeps a link to: those that serve or may serve next."""
-        states = (EngineState.PARKED, EngineState.PROMOTING, EngineState.ACTIVE, EngineState.DRAINING)
-        return [
-            e
-            for e in self.engines.values()
-            if not e.dying and (e.state in states or (e.stop is not None and e.id == self.succession.active))
-        ]
-
-    def refusal(self, event: m.WorkerEvent) -> tuple[str, str] | None:
-        """Return why an operator's request cannot be granted now (message, hint), or None."""
-        name = self.settings.name
-        if isinstance(event, m.FailOver):
-            if self.active is None or not self.active.serving or self.active.stop is not None:
-                return f"worker {name} has no active engine to hand over from", f"its state is {self.state.value}"
-            if not any(e.parked for e in self.engines.values()):
-                return f"worker {name} has no parked shadow to hand over to", "wait until it is healthy, or use restart"
-        if isinstance(event, m.DrainWorker) and (self.active is None or self.desired is Desired.STOP):
-            return f"worker {name} does not serve: there is nothing to drain", f"its state is {self.state.value}"
-        if isinstance(event, m.Drill) and (event.engine not in self.engines or self.engines[event.engine].pid is None):
-            return f"no running engine {event.engine}", "see `shadowsup status`"
-        return None
+class Upkeep(Standing, ABC):
+    """What must be done about the state of a worker."""
 
     # --- what follows -----------------------------------------------------------------------------------------------------------
 
@@ -125,7 +38,7 @@ class Upkeep(ABC):
         self._push_ends(now_s)  # the first blow falls before anything is promoted
         self._promote(now_s)
         self._start_service(now_s)
-        self._drain_active()
+        self._drain_active(now_s)
         self._fence(now_s)
         self._refill(now_s)
         self._close_when_done(now_s)
@@ -167,15 +80,35 @@ class Upkeep(ABC):
             if now_s >= engine.promote_sent_s + PROMOTE_BOUND_S:
                 return f"promotion did not finish within {PROMOTE_BOUND_S:g} s", now_s
             due_s = min(due_s, engine.promote_sent_s + PROMOTE_BOUND_S)
+        if engine.id == self.succession.active and not engine.fence_sent:
+            unfenced_s = self._unfenced_until_s(engine)
+            if now_s >= unfenced_s:
+                engine.excused = True
+                return "the engine before it cannot be ended: the blocks that one may write are never free again", now_s
+            due_s = min(due_s, unfenced_s)
         hang = detector.judge(engine.vitals, settings.hang, now_s)
         look_s = detector.due_s(engine.vitals, settings.hang)
         return hang, min(due_s, look_s if look_s is not None else NEVER_S)
+
+    def _unfenced_until_s(self, active: EngineRecord) -> float:
+        """Return when the active has waited for its fence for long enough; ``inf``: the fence will come.
+
+        Without it, it has its reserve blocks only, and streams that need more stand still. Fresh memory is better, where there may be any;
+        where there may not, the end of that tree is hoped for as long as clients are told to wait.
+        """
+        stuck = [e for e in self.succession.former_owners(self.engines.values()) if e.state is EngineState.QUARANTINED]
+        if active.promoted_s is None or not stuck:
+            return NEVER_S
+        patience_s = self.give_up_after_s if self._blocked() else 0.0
+        return max(e.verdict_s or 0.0 for e in stuck) + patience_s
 
     def _push_ends(self, now_s: float) -> None:
         for engine in list(self.engines.values()):
             actions, again_s = ladder.push(engine, self.settings, now_s)
             self._actions += actions
             self._at(again_s)
+            if engine.state is EngineState.QUARANTINED:
+                self.quarantined |= set(self.settings.gpus)  # the node tells everyone, us too, but a little later
             if engine.dying and engine.id == self.succession.active:
                 self._lost_active(engine, now_s)  # the ladder ran out on a hand-over
 
@@ -207,8 +140,10 @@ class Upkeep(ABC):
 
     def _start_service(self, now_s: float) -> None:
         """Nobody serves and nobody is about to: start an engine, as fast as this machine allows."""
-        if self.desired is not Desired.RUN or self.down_reason or self.active is not None:
+        if self.desired is Desired.STOP or self.down_reason or self.active is not None:
             return
+        if self.desired is Desired.DRAIN and self.timeline is None:
+            return  # nobody was lost while there was something to finish
         if any((e.parked and not self._blocked()) or e.loading for e in self.engines.values()):
             return
         if self._blocked():
@@ -243,12 +178,8 @@ class Upkeep(ABC):
             return
         if active.stop is not None:
             return
-        if self.timeline is not None and not self.timeline.served:
-            served_s = active.promoted_s + REFILL_DELAY_S
-            if now_s < served_s:
-                self._at(served_s)
-                return
-            self.timeline.served = True
+        if self._replaying(active.promoted_s, now_s):
+            return
         if any(e.loading for e in self.engines.values()):
             return
         if self._missing() > 0:
@@ -298,11 +229,25 @@ class Upkeep(ABC):
         self._do(m.Spawn(engine.id, seq, how, refill))
         self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
 
-    def _drain_active(self) -> None:
+    def _drain_active(self, now_s: float) -> None:
         active = self.active
-        if self.desired is Desired.DRAIN and active is not None and active.serving and not active.drain_sent and active.stop is None:
-            active.drain_sent = True
-            self._do(m.Send(active.id, w.Drain()))
+        if self.desired is not Desired.DRAIN or active is None or not active.serving or active.drain_sent or active.stop is not None:
+            return
+        if active.promoted_s is not None and self._replaying(active.promoted_s, now_s):
+            return  # one that drains takes nothing, and what its predecessor left is to be finished
+        active.drain_sent = True
+        self._do(m.Send(active.id, w.Drain()))
+
+    def _replaying(self, promoted_s: float, now_s: float) -> bool:
+        """Say whether a successor is still to be given what its predecessor had: until its first token, a second at most."""
+        if self.timeline is None or self.timeline.served:
+            return False
+        served_s = promoted_s + REFILL_DELAY_S
+        if now_s < served_s:
+            self._at(served_s)
+            return True
+        self.timeline.served = True
+        return False
 
     def _fence(self, now_s: float) -> None:
         """Every process of every former owner is gone: the successor may use all blocks again."""

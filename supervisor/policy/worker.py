@@ -23,8 +23,6 @@ from shadowsup.supervisor.policy.upkeep import Upkeep
 from shadowsup.wire import engine as w
 from shadowsup.wire.engine import EngineState, Role
 
-NEVER_S = float("inf")
-
 
 class WorkerPolicy(Upkeep):
     """Decides for one worker. Call `handle` with each event and carry out what it returns, in order.

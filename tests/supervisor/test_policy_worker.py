@@ -558,6 +558,52 @@ def test_p06_a_successor_serves_while_the_old_tree_cannot_be_killed() -> None:
     assert w.policy.state is WorkerState.HEALTHY
 
 
+def test_p06_an_active_whose_fence_never_comes_is_succeeded_on_fresh_memory() -> None:
+    w = world(obeys=False)
+    w.serve()
+    w.freeze("chat.1")
+    assert w.promotions[-1] == ("chat.2", Promote(epoch=2, keep_kv=True, fenced=False))
+    w.promoted("chat.2")
+    w.first_token("chat.2")
+    w.park("chat.3")
+    for _ in range(12):
+        w.advance(1.0)
+        for engine in ("chat.2", "chat.3"):
+            w.beat(engine)
+    assert w.policy.engines["chat.1"].state is EngineState.QUARANTINED
+    assert "cannot be ended" in w.policy.engines["chat.2"].cause
+    w.freeze("chat.2")
+    assert w.promotions[-1] == ("chat.3", Promote(epoch=3, keep_kv=False, fenced=True))
+    assert w.policy.state is WorkerState.RECOVERING
+
+
+def test_p06_where_there_is_no_other_gpu_the_fence_is_hoped_for_while_clients_wait() -> None:
+    def stuck() -> World:
+        w = world(shadows=0, gpus=("GPU-1",), obeys=False, give_up_after_s=60.0)
+        w.serve()
+        w.freeze("chat.1")
+        w.park("chat.2")
+        w.promoted("chat.2")
+        for _ in range(50):
+            w.advance(1.0)
+            w.beat("chat.2")
+        return w
+
+    w = stuck()
+    assert w.sent(Fence) == []
+    w.gone("chat.1")
+    assert w.sent(Fence) == [m.Send("chat.2", Fence(epoch=2))]
+    w.advance(1.0)
+    assert w.policy.state is WorkerState.HEALTHY
+    w = stuck()
+    for _ in range(12):
+        w.advance(1.0)
+        if not w.policy.engines["chat.2"].dying:
+            w.beat("chat.2")
+    assert w.policy.state is WorkerState.DOWN
+    assert "GPU-1 is quarantined" in w.policy.reason
+
+
 def test_p06_nothing_is_started_or_promoted_onto_a_quarantined_gpu() -> None:
     w = world(shadows=0, gpus=("GPU-1",), obeys=False)
     w.serve()
@@ -660,8 +706,38 @@ def test_an_active_that_dies_while_it_drains_is_succeeded_and_the_successor_drai
     w.beat("chat.1", EngineState.DRAINING, phase=Phase.DECODE, step=2)
     w.die("chat.1")
     w.promoted("chat.2")
+    assert [s.engine for s in w.sent(Drain)] == ["chat.1"], "an engine that drains would refuse what is to be finished"
+    w.first_token("chat.2")
     assert [s.engine for s in w.sent(Drain)] == ["chat.1", "chat.2"]
     assert len(w.spawns) == 2, "no refill while draining"
+
+
+def test_a_successor_that_has_nothing_to_finish_drains_after_a_second() -> None:
+    w = world()
+    w.serve()
+    w.tell(m.DrainWorker())
+    w.die("chat.1")
+    w.promoted("chat.2")
+    w.advance(1.0)
+    assert [s.engine for s in w.sent(Drain)] == ["chat.1", "chat.2"]
+    w.beat("chat.2", EngineState.DRAINING, phase=Phase.IDLE)
+    assert w.policy.state is WorkerState.STOPPED
+
+
+def test_without_a_shadow_an_engine_is_started_to_finish_what_a_drain_was_about() -> None:
+    w = world(shadows=0)
+    w.serve()
+    w.bodies["chat.1"].inflight = 2
+    w.tell(m.DrainWorker())
+    w.beat("chat.1", EngineState.DRAINING, phase=Phase.DECODE, step=2)
+    w.die("chat.1")
+    assert w.spawns[-1].engine == "chat.2"
+    w.park("chat.2")
+    w.promoted("chat.2")
+    w.first_token("chat.2")
+    w.beat("chat.2", EngineState.DRAINING, phase=Phase.IDLE)
+    assert w.policy.state is WorkerState.STOPPED
+    assert len(w.spawns) == 2
 
 
 def test_a_stopped_worker_runs_again_with_a_new_epoch_and_new_engine_ids() -> None:

@@ -1,0 +1,98 @@
+"""What a worker is, as far as others may ask: the state that the two halves of its policy share, and what is read from it."""
+
+from __future__ import annotations
+
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
+from shadowsup.supervisor.policy.restart import RestartBook
+from shadowsup.supervisor.policy.succession import Succession
+from shadowsup.supervisor.policy.timeline import Timeline
+from shadowsup.wire.engine import EngineState
+
+NEVER_S = float("inf")
+
+
+class Standing:
+    """The state of one worker."""
+
+    def __init__(self, settings: WorkerSettings, *, nursery: NurseryState = NurseryState.NONE) -> None:
+        self.settings = settings
+        self.engines: dict[str, EngineRecord] = {}
+        self.succession = Succession()
+        self.desired = Desired.STOP
+        self.nursery = nursery
+        self.state = WorkerState.STOPPED
+        self.down_reason = ""
+        self.shadow_reason = ""
+        self.last_failure = ""
+        self.cold_start_s: float | None = None
+        self.timeline: Timeline | None = None
+        self.deadline_s = NEVER_S
+        self.quarantined: set[str] = set()
+        """GPUs that nothing may be started or promoted onto."""
+        self._fork_trusted = True
+        self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
+        self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
+        self._next_seq = 1
+        self._memory_used = False
+        self._judge_from_s = 0.0
+        self._actions: list[m.WorkerAction] = []
+        self._routes_key: object = None
+
+    # --- what is seen from outside ----------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self.succession.epoch
+
+    @property
+    def active(self) -> EngineRecord | None:
+        return self.engines.get(self.succession.active) if self.succession.active else None
+
+    @property
+    def give_up_after_s(self) -> float:
+        """How long the gateway holds a request: as configured, else max(60 s, twice the measured cold start)."""
+        if self.settings.give_up_after_s is not None:
+            return self.settings.give_up_after_s
+        return max(60.0, 2 * (self.cold_start_s or 0.0))
+
+    @property
+    def reason(self) -> str:
+        """Why the worker is not healthy, for people; empty when it is."""
+        if self.state is WorkerState.DOWN:
+            return self.down_reason
+        if self.state is WorkerState.RECOVERING and self.timeline is not None and not self._service.in_a_row:
+            return f"{self.timeline.old}: {self.timeline.recovery.cause}"
+        if self.state in (WorkerState.BACKOFF, WorkerState.RECOVERING, WorkerState.STARTING):
+            return self.last_failure
+        if self.state is WorkerState.DEGRADED:
+            return self.shadow_reason or self.last_failure
+        return ""
+
+    @property
+    def settled(self) -> bool:
+        """Nothing of this worker runs any more, except what the kernel does not let go."""
+        return self.desired is Desired.STOP and all(e.state is EngineState.QUARANTINED for e in self.engines.values())
+
+    def routable(self) -> list[EngineRecord]:
+        """Return the engines that the gateway keeps a link to: those that serve or may serve next."""
+        states = (EngineState.PARKED, EngineState.PROMOTING, EngineState.ACTIVE, EngineState.DRAINING)
+        return [
+            e
+            for e in self.engines.values()
+            if not e.dying and (e.state in states or (e.stop is not None and e.id == self.succession.active))
+        ]
+
+    def refusal(self, event: m.WorkerEvent) -> tuple[str, str] | None:
+        """Return why an operator's request cannot be granted now (message, hint), or None."""
+        name = self.settings.name
+        if isinstance(event, m.FailOver):
+            if self.active is None or not self.active.serving or self.active.stop is not None:
+                return f"worker {name} has no active engine to hand over from", f"its state is {self.state.value}"
+            if not any(e.parked for e in self.engines.values()):
+                return f"worker {name} has no parked shadow to hand over to", "wait until it is healthy, or use restart"
+        if isinstance(event, m.DrainWorker) and (self.active is None or self.desired is Desired.STOP):
+            return f"worker {name} does not serve: there is nothing to drain", f"its state is {self.state.value}"
+        if isinstance(event, m.Drill) and (event.engine not in self.engines or self.engines[event.engine].pid is None):
+            return f"no running engine {event.engine}", "see `shadowsup status`"
+        return None
