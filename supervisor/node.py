@@ -187,7 +187,7 @@ class Node:
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
         self.gateway.start()
         if plans.backend is not None:
-            self.keeper = KeeperPart(self.part_host, plans.backend)
+            self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus)
             self.keeper.start()
         for number, nursery in enumerate(plans.nurseries):
             fork_server = NurseryPart(

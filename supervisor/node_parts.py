@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -15,18 +16,25 @@ import msgspec
 from shadowsup.memkeeper.errors import KeeperError
 from shadowsup.memkeeper.protocol import SegmentInfo
 from shadowsup.memkeeper.vault import Vault
+from shadowsup.supervisor import devices
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.errors import SupervisorError
-from shadowsup.supervisor.nursery_client import NurseryClient
+from shadowsup.supervisor.nursery_client import NurseryClient, Spare
 from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import write_private
 from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.policy.part import PartSettings, PartState
+from shadowsup.supervisor.process import Child
 from shadowsup.wire.engine import DrainGateway, GatewayBeat
 from shadowsup.wire.gateway import GatewaySpec
 
 NURSERY_READY_S = 180.0
 """Importing torch and transformers from a cold disk."""
+
+log = logging.getLogger("shadowsup.parts")
+
+SPARE_AGAIN_S = 5.0
+"""How soon a nursery is asked for another spare after one could not be made or has died."""
 
 
 class ScribePart(Part):
@@ -54,16 +62,22 @@ class KeeperPart(Part):
 
     what = "keeper"
 
-    def __init__(self, host: PartHost, backend: str) -> None:
+    def __init__(self, host: PartHost, backend: str, gpus: Sequence[str] = ()) -> None:
+        """``gpus``: UUIDs of the devices that it makes memory on."""
         super().__init__(host, PartSettings(name="memkeeper"))
         self.vault: Vault | None = None
         self._backend = backend
+        self._gpus = gpus
 
     def argv(self, ready_fd: int) -> Sequence[str]:
         command = [sys.executable, "-m", "shadowsup.memkeeper", "--socket", str(self.host.paths.keeper), "--backend", self._backend]
         # A successor must serve nobody before it has back what its predecessor gave out.
         restore = ["--restore"] if self.vault is not None else []
         return [*command, "--ready-fd", str(ready_fd), *restore]
+
+    def environment(self) -> dict[str, str]:
+        # Whatever this node was started with: of a MIG instance that is not named CUDA knows nothing.
+        return {**super().environment(), **(devices.environment(self._gpus) if self._gpus else {})}
 
     async def connect(self) -> None:
         if self.vault is None:
@@ -103,7 +117,7 @@ class KeeperPart(Part):
 
 
 class NurseryPart(Part):
-    """Forks engines of one (interpreter, engine, environment)."""
+    """Forks engines of one (interpreter, engine, environment). A spare, forked from it, takes its place when it dies."""
 
     what = "nursery"
 
@@ -130,6 +144,8 @@ class NurseryPart(Part):
         self._env = env
         self._on_state = on_state
         self._on_exited = on_exited
+        self._spare: Spare | None = None
+        self._spare_timer: asyncio.TimerHandle | None = None
 
     def argv(self, ready_fd: int) -> Sequence[str]:
         command = [self._python, "-m", "shadowsup.workers.nursery", "--socket", str(self._socket)]
@@ -154,7 +170,58 @@ class NurseryPart(Part):
             self.client = None
         self._socket.unlink(missing_ok=True)
 
+    async def _spawn(self, write_fd: int) -> Child:
+        spare, self._spare = self._spare, None
+        child = spare.take_over(write_fd) if spare is not None else None
+        return child if child is not None else await super()._spawn(write_fd)
+
+    async def _make_spare(self) -> None:
+        client = self.client
+        if client is None or self._spare is not None or not self.policy.wanted:
+            return
+        output = await self.output()
+        try:
+            spare = await client.clone(stdout=output, stderr=output, what=f"the spare of {self.name}")
+        except SupervisorError as error:
+            if self.client is client and self.policy.wanted:
+                log.warning("%s has no spare: %s", self.name, error)
+                self._spare_later()
+            return
+        finally:
+            os.close(output)
+        if client is not self.client or not self.policy.wanted or self._spare is not None:
+            spare.close()
+            return
+        self._spare = spare
+        spare.child.on_exit = lambda status: self._spare_gone(spare)
+
+    def _spare_gone(self, spare: Spare) -> None:
+        if self._spare is spare:
+            self._spare = None
+            spare.close()
+            self._spare_later()
+
+    def _spare_later(self) -> None:
+        self._spare_timer = self._loop.call_later(SPARE_AGAIN_S, lambda: self.host.run_task(self._make_spare()))
+
+    def _drop_spare(self) -> None:
+        if self._spare_timer is not None:
+            self._spare_timer.cancel()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
+
+    def retire(self) -> None:
+        self._drop_spare()
+        super().retire()
+
+    def close(self) -> None:
+        self._drop_spare()
+        super().close()
+
     def changed(self) -> None:
+        if self.state is PartState.RUNNING:
+            self.host.run_task(self._make_spare())
         states = {PartState.RUNNING: NurseryState.READY, PartState.STARTING: NurseryState.STARTING}
         self._on_state(self, states.get(self.state, NurseryState.DOWN if self.policy.wanted else NurseryState.NONE))
 

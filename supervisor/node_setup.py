@@ -11,7 +11,7 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,12 @@ class WorkerPlan:
 
 @dataclass(kw_only=True)
 class Plan:
-    """``backend``: of the keeper, None when no worker keeps memory."""
+    """``backend``: of the keeper, None when no worker keeps memory. ``keeper_gpus``: UUIDs of the devices that it makes memory on."""
 
     workers: list[WorkerPlan] = field(default_factory=list)
     nurseries: list[NurseryPlan] = field(default_factory=list)
     backend: str | None = None
+    keeper_gpus: tuple[str, ...] = ()
     gpus: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -197,7 +198,30 @@ async def plan(
         made.backend = config.memkeeper.backend.value
         if config.memkeeper.backend is Backend.AUTO:
             made.backend = (Backend.CUDA if any(worker.gpus for worker in kept) else Backend.HOST).value
+        sharing = [plan for plan in made.workers if plan.config.engine.keeps_memory and plan.gpus]
+        spares = [gpu.uuid for plan in sharing for gpu in devices.resolve(plan.config.spares, inventory)]
+        made.keeper_gpus = tuple(dict.fromkeys([*(uuid for plan in sharing for uuid in plan.gpus), *spares]))
+        _check_sharing(sharing, made.keeper_gpus)
     return made
+
+
+def _check_sharing(plans: Sequence[WorkerPlan], gpus: Sequence[str]) -> None:
+    """Raises SupervisorError: (usage) workers that cannot be on these devices together."""
+    for uuid in gpus:
+        together = [plan for plan in plans if uuid in plan.gpus]
+        greedy = [plan.name for plan in together if plan.config.kv.size is None]
+        if len(together) > 1 and greedy:
+            raise SupervisorError(
+                f"workers {', '.join(plan.name for plan in together)} share GPU {uuid}, and {greedy[0]} would take all of it",
+                "set kv.size of each worker that shares a GPU",
+                exit_code=ExitCode.USAGE,
+            )
+    if len(gpus) > 1 and any(uuid.startswith("MIG-") for uuid in gpus):
+        raise SupervisorError(
+            "a process can use one MIG instance and no other device beside it, and the memkeeper is one process",
+            "run a node for each MIG instance",
+            exit_code=ExitCode.USAGE,
+        )
 
 
 def _preload(kind: str) -> str:
