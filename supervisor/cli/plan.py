@@ -89,7 +89,7 @@ def make(loaded: LoadedConfig, *, explicit: Path | None = None) -> Plan:
     config = loaded.config
     runtime = runtime_dir.for_start(config.node.name, explicit=explicit, configured=config.node.runtime_dir, environ=os.environ)
     paths = NodePaths(runtime=runtime, state=config.node.state_dir)
-    models = [plan_memory.read_model(worker, paths) for worker in config.workers if worker.engine.keeps_memory]
+    models = [plan_memory.read_model(worker, paths) for worker in config.workers if worker.engine.has_nursery]
     processes = plan_processes.parts(config, paths)
     for worker in config.workers:
         processes += plan_processes.engines(config, worker, paths)

@@ -19,6 +19,7 @@ from shadowsup.memkeeper.backends.host_memory import available as host_available
 from shadowsup.supervisor.cli.output import count, plural, size
 from shadowsup.supervisor.cli.plan_processes import engine_env, interpreter
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
+from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.paths import NodePaths
 
@@ -107,12 +108,15 @@ def judge(config: NodeConfig, models: Iterable[Model], figures: Callable[[], Ava
     """Add up what will be needed of main memory and compare it with what can be had now."""
     found = {model.worker: model for model in models}
     needs = [Need(what="parts of the node", worker=None, size=PARTS, how="supervisor, scribe, memkeeper, gateway", estimate=True)]
-    kept = [worker for worker in config.workers if worker.engine.keeps_memory]
-    if kept:
+    if any(worker.engine.has_nursery for worker in config.workers):
         needs.append(Need(what="nursery", worker=None, size=NURSERY, how="what the engines import", estimate=True))
     shared: dict[str, str] = {}
     for worker in config.workers:
-        if worker.engine.keeps_memory:
+        if worker.engine is EngineKind.LOOP:
+            needs.append(Need(what="engines", worker=worker.name, size=None, how="a loop of its own: not counted"))
+            if worker.kv.size is not None and not worker.gpus:
+                needs.append(Need(what="KV", worker=worker.name, size=worker.kv.size, how="kv.size"))
+        elif worker.engine.keeps_memory:
             needs += _kept(worker, found[worker.name], shared)
         else:
             needs.append(Need(what="engine", worker=worker.name, size=None, how="a command: not counted"))

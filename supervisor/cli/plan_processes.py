@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
-from shadowsup.supervisor.config.model import Backend
+from shadowsup.supervisor.config.model import Backend, EngineKind
 from shadowsup.supervisor.config.secrets import redact_command
 from shadowsup.supervisor.environment import engine_environment
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.recipe import worker_environment
+from shadowsup.wire.engine import SPEC_VARIABLE
 
 READY_FD = "FD"
 """Stands for the number of the pipe that a part reports on, which is known when it is started."""
@@ -73,7 +74,7 @@ def nurseries(config: NodeConfig, paths: NodePaths) -> list[tuple[str, str, dict
     """Return (engine, interpreter, environment) of each fork server; workers that agree in all of it share one."""
     found: list[tuple[str, str, dict[str, str]]] = []
     for worker in config.workers:
-        if worker.engine.keeps_memory and (mine := _nursery(worker, paths)) not in found:
+        if worker.engine.has_nursery and (mine := _nursery(worker, paths)) not in found:
             found.append(mine)
     return found
 
@@ -82,8 +83,9 @@ def engines(config: NodeConfig, worker: WorkerConfig, paths: NodePaths) -> list[
     """Return the first engines of a worker: the active one, then its shadows."""
     if not worker.engine.keeps_memory:
         return [_command_engine(worker, paths)]
-    nursery = nurseries(config, paths).index(_nursery(worker, paths))
-    env = sorted({*engine_env(worker, paths), "SHADOWSUP_ENGINE"})
+    how = f"fork of nursery-{nurseries(config, paths).index(_nursery(worker, paths))}" if worker.engine.has_nursery else "spawn"
+    ours = {"SHADOWSUP_ENGINE"} if worker.engine.has_nursery else {"SHADOWSUP_ENGINE", SPEC_VARIABLE}
+    env = sorted({*engine_env(worker, paths), *ours})
     found = []
     for number in range(1 + worker.shadows):
         name = f"{worker.name}.{number + 1}"
@@ -91,10 +93,11 @@ def engines(config: NodeConfig, worker: WorkerConfig, paths: NodePaths) -> list[
             Process(
                 name=name,
                 what="engine",
-                how=f"fork of nursery-{nursery}",
-                command=[interpreter(worker), "-m", "shadowsup.workers.main", str(paths.spec(name))],
+                how=how,
+                command=_kept_command(worker, str(paths.spec(name))),
                 env=env,
                 sockets=[str(paths.link(name))],
+                cwd=str(worker.cwd) if worker.cwd is not None else None,
                 role="active" if number == 0 else "shadow",
             )
         )
@@ -109,6 +112,12 @@ def interpreter(worker: WorkerConfig) -> str:
 def engine_env(worker: WorkerConfig, paths: NodePaths, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of the engines of a worker with kept memory."""
     return worker_environment(worker, inherited, worker.gpus, _python_path(worker, paths))
+
+
+def _kept_command(worker: WorkerConfig, spec: str) -> list[str]:
+    if worker.command is not None:
+        return redact_command([word.replace("{python}", interpreter(worker)) for word in worker.command])
+    return [interpreter(worker), "-m", "shadowsup.workers.main", spec]
 
 
 def _command_engine(worker: WorkerConfig, paths: NodePaths) -> Process:
@@ -130,8 +139,8 @@ def _nursery(worker: WorkerConfig, paths: NodePaths) -> tuple[str, str, dict[str
 
 
 def _python_path(worker: WorkerConfig, paths: NodePaths) -> dict[str, str]:
-    """Another interpreter has the engine side of this package put on its path, before what the worker adds."""
-    if worker.python is None:
+    """Another interpreter, or program, has the engine side of this package put on its path, before what the worker adds."""
+    if worker.python is None and worker.engine is not EngineKind.LOOP:
         return {}
     ours = str(paths.runtime / "pypath")
     theirs = worker.env.get("PYTHONPATH")

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from shadowsup.supervisor.config import units
+from shadowsup.supervisor.config.engine_kind import EngineKind as EngineKind
 from shadowsup.supervisor.config.gpus import gpu_list
 from shadowsup.supervisor.config.listen import ListenAddress, parse_listen
 from shadowsup.supervisor.config.plain import plain
@@ -62,35 +63,6 @@ class Backend(str, enum.Enum):
     AUTO = "auto"
     CUDA = "cuda"
     HOST = "host"
-
-
-class EngineKind(str, enum.Enum):
-    TRANSFORMERS = "transformers"
-    VLLM = "vllm"
-    LOOP = "loop"
-    COMMAND = "command"
-
-    @property
-    def keeps_memory(self) -> bool:
-        """Whether the engine's weights and KV are kept memory."""
-        return self is not EngineKind.COMMAND
-
-    @property
-    def required_keys(self) -> tuple[str, ...]:
-        """Keys of a worker that this kind needs."""
-        return _REQUIRED_KEYS.get(self, ("model",))
-
-    @property
-    def foreign_keys(self) -> tuple[str, ...]:
-        """Keys of a worker that this kind does not have."""
-        return _FOREIGN_KEYS.get(self, ("command", "ready", "port", "cwd"))
-
-
-_REQUIRED_KEYS = {EngineKind.LOOP: ("command",), EngineKind.COMMAND: ("command", "ready")}
-_FOREIGN_KEYS = {
-    EngineKind.LOOP: ("revision", "ready", "port"),
-    EngineKind.COMMAND: ("model", "revision", "args", "tensor_parallel", "kv", "verify", "python"),
-}
 
 
 class Dtype(str, enum.Enum):

@@ -223,6 +223,34 @@ def test_a_command_worker_is_shown_without_its_secrets_and_not_counted(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_loop_of_ones_own_is_shown_as_it_is_spawned_and_only_its_kv_is_counted(
+    tmp_path: Path, cli: Cli, config: Callable[..., Path]
+) -> None:
+    loop = {
+        "engine": "loop",
+        "command": ["{python}", "serve.py", "--api-key", "hush"],
+        "cwd": str(tmp_path),
+        "kv": {"size": "8MiB"},
+        "python": "/bin/true",
+    }
+    result = cli("plan", config(loop, node={"runtime_dir": str(tmp_path / "run")}), "-o", "json")
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    processes = {process["name"]: process for process in found["processes"]}
+    assert [name for name in processes if name.startswith("nursery")] == []
+    for name, role in (("chat.1", "active"), ("chat.2", "shadow")):
+        one = processes[name]
+        assert (one["command"], one["how"], one["cwd"], one["role"]) == (
+            ["/bin/true", "serve.py", "--api-key", "***"],
+            "spawn",
+            str(tmp_path),
+            role,
+        )
+        assert {"SHADOWSUP_SPEC", "PYTHONPATH"} <= set(one["env"])
+    needs = {need["what"]: need["size"] for need in found["memory"]["needs"]}
+    assert (needs["KV"], needs["engines"]) == (8 * 2**20, None)
+
+
 def test_another_interpreter_is_asked_and_given_our_side(tmp_path: Path, cli: Cli, config: Callable[..., Path]) -> None:
     import sys
 
