@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.peer import Peer, dial
-from shadowsup.supervisor.process import send_signal
+from shadowsup.supervisor.process import Child, send_signal
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec
 
@@ -28,6 +29,36 @@ class Forked:
     identity: Identity
     pidfd: int
     fork_s: float
+
+
+class Spare:
+    """A fork of the nursery that waits to take its place (`NurseryClient.clone`). It exits by itself when this is closed or we die."""
+
+    def __init__(self, forked: Forked, line: socket.socket, what: str) -> None:
+        self.child = Child.adopt(forked.identity, what=what, pidfd=forked.pidfd)
+        self._line = line
+
+    def take_over(self, ready_fd: int) -> Child | None:
+        """Make it serve; it writes to ``ready_fd`` when it does. The child is the caller's from now on; None: the spare is dead.
+
+        Only once the nursery before it is gone: both serve at one path.
+        """
+        child, line = self.child, self._line
+        try:
+            if child.alive:
+                socket.send_fds(line, [b"g"], [ready_fd])
+                return child
+        except OSError:
+            pass
+        finally:
+            line.close()
+        child.close()
+        return None
+
+    def close(self) -> None:
+        """Let it end."""
+        self._line.close()
+        self.child.close()
 
 
 class NurseryClient:
@@ -78,13 +109,34 @@ class NurseryClient:
         Raises:
             SupervisorError: refused (with the nursery's words), lost, or no answer in time: spawn it cold then.
         """
+
+        def request(number: int) -> wire.ToNursery:
+            return wire.Fork(number=number, spec=spec, env=dict(env))
+
+        return await self._ask(request, spec.engine, (lifeline, stdout, stderr), timeout_s)
+
+    async def clone(self, *, stdout: int, stderr: int, what: str, timeout_s: float = 10.0) -> Spare:
+        """Fork a spare of the nursery. The fds stay the caller's.
+
+        Raises:
+            SupervisorError: refused, lost, or no answer in time.
+        """
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                forked = await self._ask(lambda number: wire.Clone(number=number), "a spare", (theirs.fileno(), stdout, stderr), timeout_s)
+            return Spare(forked, ours, what)
+        except BaseException:
+            ours.close()
+            raise
+
+    async def _ask(self, request: Callable[[int], wire.ToNursery], who: str, fds: tuple[int, int, int], timeout_s: float) -> Forked:
         if self._peer is None:
-            raise SupervisorError(f"there is no nursery to fork {spec.engine}")
+            raise SupervisorError(f"there is no nursery to fork {who}")
         number = next(self._numbers)
         answer: asyncio.Future[Forked] = asyncio.get_running_loop().create_future()
         self._forks[number] = answer
-        fds = [OwnedFd(os.dup(fd)) for fd in (lifeline, stdout, stderr)]
-        self._peer.send(wire.encode(wire.Fork(number=number, spec=spec, env=dict(env))), fds)
+        self._peer.send(wire.encode(request(number)), [OwnedFd(os.dup(fd)) for fd in fds])
         taken = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -92,7 +144,7 @@ class NurseryClient:
             taken = True
             return forked
         except TimeoutError as error:
-            raise SupervisorError(f"the nursery did not fork {spec.engine} within {timeout_s:g} s") from error
+            raise SupervisorError(f"the nursery did not fork {who} within {timeout_s:g} s") from error
         finally:
             del self._forks[number]
             # Cancelled at the very moment when the answer came.

@@ -23,7 +23,7 @@ from shadowsup.workers.errors import ExitCode
 
 @dataclass(frozen=True)
 class Inheritance:
-    """The descriptors a child is given."""
+    """The descriptors a child is given. ``lifeline``: a spare's line to the supervisor is in its place."""
 
     lifeline: int
     stdout: int
@@ -36,7 +36,7 @@ def become(spec: EngineSpec, env: Mapping[str, str], given: Inheritance, start: 
     try:
         os.setsid()
         process.default_signals()
-        lifeline = _take_descriptors(given)
+        lifeline = take_descriptors(given)
         os.environ.clear()
         os.environ.update(env)
         process.reseed()
@@ -54,7 +54,7 @@ def become(spec: EngineSpec, env: Mapping[str, str], given: Inheritance, start: 
             os._exit(code)
 
 
-def _take_descriptors(given: Inheritance) -> int:
+def take_descriptors(given: Inheritance) -> int:
     """Put stdin (empty), stdout and stderr in place and close everything else but the lifeline; return where that is."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -28,8 +28,8 @@ import msgspec
 from shadowsup.wire import framing
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec
-from shadowsup.wire.nursery import Child, Exited, Fork, Forked, ForkRefused, Quit, Ready
-from shadowsup.workers import fork_child, registry
+from shadowsup.wire.nursery import Child, Clone, Exited, Fork, Forked, ForkRefused, Quit, Ready
+from shadowsup.workers import fork_child, nursery_spare, registry
 
 _CHUNK = 256 * 1024
 _FD_SPACE = socket.CMSG_SPACE(64 * array.array("i").itemsize)
@@ -162,7 +162,7 @@ class Nursery:
         self._hang_up()
         self._connection = _Connection(sock)
         self._selector.register(sock, selectors.EVENT_READ, self._read)
-        children = tuple(running.child for running in self._running.values())
+        children = tuple(running.child for running in self._running.values() if running.child.engine)
         self._send(
             Ready(
                 pid=os.getpid(),
@@ -186,7 +186,7 @@ class Nursery:
                 message = wire.decode_request(payload)
                 if isinstance(message, Quit):
                     self._quit = True
-                elif isinstance(message, Fork):
+                else:
                     self._fork(message, fork_child.Inheritance(*connection.take_fds(wire.FORK_FDS)))
         except (_Closed, msgspec.MsgspecError) as error:
             print(f"nursery: connection ended: {error}", file=sys.stderr)
@@ -212,8 +212,8 @@ class Nursery:
 
     # --- children --------------------------------------------------------------------------------------------------------------
 
-    def _fork(self, request: Fork, given: fork_child.Inheritance) -> None:
-        engine = request.spec.engine
+    def _fork(self, request: Fork | Clone, given: fork_child.Inheritance) -> None:
+        engine = request.spec.engine if isinstance(request, Fork) else ""
         try:
             threads = _threads()
             if threads > self._max_threads:
@@ -238,7 +238,7 @@ class Nursery:
             for fd in (given.lifeline, given.stdout, given.stderr):
                 os.close(fd)
 
-    def _fork_child(self, request: Fork, given: fork_child.Inheritance) -> tuple[int, int]:
+    def _fork_child(self, request: Fork | Clone, given: fork_child.Inheritance) -> tuple[int, int]:
         """Fork; returns pid and pidfd in the parent, never in the child. Raises OSError: there is no child."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -248,6 +248,8 @@ class Nursery:
             pid = os.fork()
             if pid == 0:
                 self._close()
+                if isinstance(request, Clone):
+                    nursery_spare.stand_by(given, self._succeed)
                 fork_child.become(request.spec, request.env, given, self._start)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -265,9 +267,22 @@ class Nursery:
         running = self._running.pop(pid)
         self._selector.unregister(running.pidfd)
         os.close(running.pidfd)
+        if not running.child.engine:
+            return  # a spare: the supervisor watches it itself
         exited = Exited(engine=running.child.engine, pid=pid, status=os.waitstatus_to_exitcode(status))
         if not self._send(exited):
             self._untold.append(exited)
+
+    def _succeed(self, ready_fd: int) -> None:
+        """In a spare, which shares nothing with the nursery it was but what was imported: be the next one."""
+        nursery = Nursery(self._path, preload=self._preload, import_s=self._import_s, max_threads=self._max_threads, start=self._start)
+        nursery.announce(ready_fd)
+        nursery.serve()
+
+    def announce(self, ready_fd: int) -> None:
+        """Write the byte that says that the socket is served; closes ``ready_fd``."""
+        os.write(ready_fd, b"1")
+        os.close(ready_fd)
 
     # --- the end ---------------------------------------------------------------------------------------------------------------
 
@@ -344,8 +359,7 @@ def main(arguments: list[str] | None = None) -> int:
     importlib.import_module("shadowsup.workers.runtime")
     nursery = Nursery(options.socket, preload=options.preload, import_s=import_s, max_threads=options.max_threads, start=start)
     if options.ready_fd >= 0:
-        os.write(options.ready_fd, b"1")
-        os.close(options.ready_fd)
+        nursery.announce(options.ready_fd)
     nursery.serve()
     return 0
 

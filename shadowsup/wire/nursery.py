@@ -29,11 +29,21 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
     env: dict[str, str]
 
 
+class Clone(msgspec.Struct, frozen=True, kw_only=True, tag="clone"):
+    """Fork a spare: a copy of the nursery with everything imported, which waits to take its place.
+
+    Brings `FORK_FDS`, with the *line* in place of the lifeline: one end of a stream socketpair. A byte that comes with a ready fd makes the
+    spare serve at the nursery's path (by then its predecessor is gone), EOF makes it exit. The answer is `Forked` with an empty ``engine``.
+    """
+
+    number: int
+
+
 class Quit(msgspec.Struct, frozen=True, kw_only=True, tag="quit"):
     """Exit with status 0. Engines live on; they are reparented to the nearest subreaper."""
 
 
-ToNursery = Fork | Quit
+ToNursery = Fork | Clone | Quit
 
 
 class Child(msgspec.Struct, frozen=True, kw_only=True):

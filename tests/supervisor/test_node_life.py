@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
+import psutil
 import pytest
 from node_world import WAIT_S, FakeNode, running, worker
 
@@ -120,6 +121,22 @@ def test_a_killed_part_is_replaced_and_the_engines_stay(folder: Path, part: str)
         node.until(lambda s: s["workers"][0]["epoch"] == 2 and s["workers"][0]["state"] == "healthy")
         assert node.answer() == undisturbed
         assert node.recoveries()[-1]["kind"] == "shadow"
+
+
+def test_a_spare_takes_the_killed_nurserys_place_and_a_new_one_stands_by(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        for _ in range(3):
+            nursery = node.status()["nursery"][0]["pid"]
+
+            def spares(of: int = nursery) -> list[int]:
+                engines = {e["pid"] for e in node.status()["workers"][0]["engines"]}
+                return [child.pid for child in psutil.Process(of).children() if child.pid not in engines]
+
+            node.until(lambda s, spares=spares: len(spares()) == 1)
+            (spare,) = spares()
+            os.kill(nursery, signal.SIGKILL)
+            node.until(lambda s, spare=spare: s["nursery"][0]["pid"] == spare and s["nursery"][0]["state"] == "running")
 
 
 def test_p34_a_killed_shadow_is_replaced_and_the_next_kill_finds_it(folder: Path) -> None:

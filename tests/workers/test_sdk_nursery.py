@@ -21,7 +21,7 @@ from sdk_world import PATIENCE_S, Gateway, World, environment, run_streams, subm
 from shadowsup.wire import framing
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec, EngineState
-from shadowsup.wire.nursery import Exited, Fork, Forked, ForkRefused, Quit, Ready
+from shadowsup.wire.nursery import Clone, Exited, Fork, Forked, ForkRefused, Quit, Ready
 
 Message = TypeVar("Message", bound=wire.FromNursery)
 
@@ -165,6 +165,39 @@ def test_forks_an_engine_that_serves_like_any_other(world: World, nurseries: Nur
     assert born.lifeline.recv(1) == b"", "the nursery keeps no copy of the lifeline"
     assert client.expect(Exited).status == -signal.SIGKILL
     assert "parked" in born.read()
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_spare_takes_the_nurserys_place_or_ends_with_its_line(nurseries: Nurseries, called: bool) -> None:
+    client = nurseries.start()
+    line, theirs = socket.socketpair()
+    frame = framing.pack(wire.encode(Clone(number=1)))
+    with open(os.devnull, "wb") as sink:
+        fds = array.array("i", (theirs.fileno(), sink.fileno(), sink.fileno()))
+        client.socket.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+    theirs.close()
+    spare = client.expect(Forked)
+    pidfd = client.fds.pop(0)
+    assert spare.engine == ""
+    again = nurseries.connect(client.socket.getpeername())
+    assert again.ready.children == (), "a spare is no engine"
+    nurseries.processes[0].kill()
+    nurseries.processes[0].wait()
+    ready, ready_theirs = os.pipe()
+    if called:
+        socket.send_fds(line, [b"g"], [ready_theirs])
+    os.close(ready_theirs)
+    line.close()
+    if called:
+        assert os.read(ready, 1) == b"1"
+        successor = nurseries.connect(client.socket.getpeername())
+        assert (successor.ready.pid, successor.ready.import_s) == (spare.pid, client.ready.import_s), "nothing was imported again"
+        born = nurseries.fork(successor, 1)
+        assert born.forked.engine == "chat.1"
+        successor.send(Quit())
+    assert select.select([pidfd], [], [], PATIENCE_S)[0], "the spare did not end"
+    os.close(pidfd)
+    os.close(ready)
 
 
 PROBE = """
