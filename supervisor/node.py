@@ -22,7 +22,7 @@ import zmq
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.supervisor import node_setup, verbs
+from shadowsup.supervisor import node_setup, verbs, voice
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
 from shadowsup.supervisor.control import ControlServer
@@ -30,11 +30,11 @@ from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
-from shadowsup.supervisor.node_worker import WorkerOwner
+from shadowsup.supervisor.node_worker import WorkerOwner, tell_when_up
 from shadowsup.supervisor.part_process import PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
-from shadowsup.supervisor.policy.model import NurseryState, WorkerState
+from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.protocol import SCHEMA
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Registry
@@ -156,6 +156,11 @@ class Node:
         self._report(f"stopping ({why})")
         self._stop.set()
 
+    @property
+    def stopping(self) -> bool:
+        """A stop was asked for: nothing is started any more."""
+        return self._stop.is_set() or self.state is NodeState.STOPPING
+
     def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something in the background; what it raises is logged."""
         task = asyncio.get_running_loop().create_task(work)
@@ -210,7 +215,7 @@ class Node:
             owner = WorkerOwner(plan.name, self, plan.policy(_nursery_state(part)), plan.recipe, part)
             self.workers[plan.name] = owner
             owner.put(m.RunWorker())
-            self.run_task(self._tell_when_up(owner))
+            self.run_task(tell_when_up(owner, self.listen, self._report))
         await self._part_started(self.gateway)
         self.state = NodeState.RUNNING
         self.journal.add("node.running", f"node {config.node.name} is running, gateway on {self.listen}")
@@ -230,22 +235,6 @@ class Node:
                 return "\n".join(await self.host.scribe.tail(stream, 10))
         except (TimeoutError, ShadowsupError):
             return ""
-
-    async def _tell_when_up(self, owner: WorkerOwner) -> None:
-        """Say when a worker first serves, and when it first is as healthy as it gets."""
-        policy = owner.policy
-        ends = (WorkerState.DOWN, WorkerState.STOPPED, WorkerState.STOPPING)
-        serves = (WorkerState.HEALTHY, WorkerState.DEGRADED)
-        await owner.until(lambda: policy.state in (*serves, *ends))
-        if policy.state in serves:
-            served = owner.recipe.config.public_name
-            self._report(f"worker {owner.name} serves {served} on {self.listen}")
-            await owner.until(lambda: policy.state in (WorkerState.HEALTHY, *ends))
-        if policy.state is WorkerState.HEALTHY:
-            parked = f": {policy.settings.shadows} parked" if policy.settings.shadows else ""
-            self._report(f"worker {owner.name} is healthy{parked}")
-        elif policy.state is WorkerState.DOWN:
-            self._report(f"worker {owner.name} is down: {policy.reason}")
 
     # --- the end ----------------------------------------------------------------------------------------------------------------
 
@@ -400,8 +389,9 @@ async def _run(
     adapters: Mapping[str, str] | None,
 ) -> int:
     path = str(Path(loaded.path).absolute())
-    node = Node(loaded.config, paths, reporter=reporter, sockets=sockets, adapters=adapters, config_path=path)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)
-    return await node.serve()
+    with voice.apart(reporter) as say:
+        node = Node(loaded.config, paths, reporter=say, sockets=sockets, adapters=adapters, config_path=path)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)
+        return await node.serve()

@@ -15,7 +15,7 @@ from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import NurseryPart
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.command import CommandPolicy
-from shadowsup.supervisor.policy.model import PLANNED
+from shadowsup.supervisor.policy.model import PLANNED, WorkerState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
@@ -244,3 +244,19 @@ class WorkerOwner:
 
 
 _STEPS = ("promote", "first_token", "fence", "refill")
+
+
+async def tell_when_up(owner: WorkerOwner, listen: str, say: Callable[[str], None]) -> None:
+    """Say when a worker first serves, and when it first is as healthy as it gets."""
+    policy = owner.policy
+    ends = (WorkerState.DOWN, WorkerState.STOPPED, WorkerState.STOPPING)
+    serves = (WorkerState.HEALTHY, WorkerState.DEGRADED)
+    await owner.until(lambda: policy.state in (*serves, *ends))
+    if policy.state in serves:
+        say(f"worker {owner.name} serves {owner.recipe.config.public_name} on {listen}")
+        await owner.until(lambda: policy.state in (WorkerState.HEALTHY, *ends))
+    if policy.state is WorkerState.HEALTHY:
+        parked = f": {policy.settings.shadows} parked" if policy.settings.shadows else ""
+        say(f"worker {owner.name} is healthy{parked}")
+    elif policy.state is WorkerState.DOWN:
+        say(f"worker {owner.name} is down: {policy.reason}")

@@ -33,6 +33,8 @@ def table(node: Node) -> dict[str, Verb]:
 
     def restart(arguments: Mapping[str, Any]) -> dict[str, Any]:
         owner = worker_of(node, arguments)
+        if node.stopping:
+            raise SupervisorError(f"node {node.config.node.name} is stopping", "start it again when it has stopped")
         owner.wish(m.RestartWorker())
         return _taken(owner, "is being restarted: every engine is replaced")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from node_world import running, worker
+
+from shadowsup.supervisor.errors import SupervisorError
 
 
 @pytest.fixture
@@ -40,3 +43,41 @@ def test_a_failover_is_carried_out_to_its_end_though_no_process_can_be_recorded(
         node.until(lambda s: s["gateway"]["state"] == "running")
         node.healthy()
         assert node.answer(tokens=150) == undisturbed
+
+
+def test_a_node_that_can_print_nothing_serves_and_stops_all_the_same(folder: Path) -> None:
+    output = folder / "output"
+    output.symlink_to("/dev/full")  # its log lies on a disk that is full
+    with running(folder) as node:
+        node.healthy()
+        output.unlink()
+        output.touch()
+        assert node.answer()
+
+
+def test_a_node_whose_terminal_stands_still_serves_and_stops_all_the_same(folder: Path) -> None:
+    output = folder / "output"
+    os.mkfifo(output)
+    terminal = os.open(output, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while os.write(terminal, bytes(65536)):
+                pass
+        with running(folder) as node:
+            node.healthy()
+            output.unlink()
+            output.touch()
+            assert node.answer()
+    finally:
+        os.close(terminal)
+
+
+def test_a_node_that_stops_starts_nothing_anew(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        os.kill(node.engine("active")["pid"], signal.SIGSTOP)
+        os.kill(node.engine("shadow")["pid"], signal.SIGSTOP)
+        node.process.terminate()
+        node.until(lambda s: s["workers"][0]["state"] == "stopping")
+        with pytest.raises(SupervisorError, match="is stopping"):
+            node.call("restart", worker="chat")
