@@ -287,6 +287,18 @@ def test_the_example_runs_by_hand_and_answers_the_same(world: World) -> None:
     assert answers == [expected["a"].text, expected["b"].text]
 
 
+def test_the_program_in_the_document_runs_by_hand() -> None:
+    blocks = (EXAMPLE.parents[1] / "own-loop.md").read_text().split("```python\n")[1:]
+    [program] = [block for block in (one.partition("```")[0] for one in blocks) if "import" in block]
+    done = by_hand("-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done at 500.0\n", "")
+
+
+def test_the_example_is_as_long_as_it_says() -> None:
+    lines = len(EXAMPLE.read_text().splitlines())
+    assert lines < 80 and f"a whole one, {lines} lines" in (EXAMPLE.parents[1] / "own-loop.md").read_text()
+
+
 def test_an_error_by_hand_is_told_and_a_refusal_is_no_end() -> None:
     done = by_hand(str(SCRIPTS), "echo", lines="poison\nhi\n")
     assert (done.returncode, done.stdout) == (0, "...\nleft\n")
