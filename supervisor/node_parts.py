@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -157,12 +158,18 @@ class NurseryPart(Part):
     async def connect(self) -> None:
         client = NurseryClient(self._socket)
         client.on_exited = lambda engine, pid, status: self._on_exited(engine, status)
+        client.on_lost = lambda why: self._disconnected(client)
         try:
             await client.connect(10.0)
         except BaseException:
             client.close()
             raise
         self.client = client
+
+    def _disconnected(self, client: NurseryClient) -> None:
+        """The connection broke. Mostly the nursery is dead and its exit follows; where it is not, it forks for nobody: it is replaced."""
+        if self.client is client and self.child is not None and self.policy.wanted:
+            self.child.signal_group(signal.SIGKILL)
 
     def lost(self) -> None:
         if self.client is not None:
@@ -262,6 +269,7 @@ class GatewayPart(Part):
 
     def lost(self) -> None:
         self._heard.clear()
+        self.beat = None  # its successor may come by the same pid, and wants the routes all the same
 
     async def drain(self, grace_s: float, hurry: asyncio.Event) -> None:
         """Let requests end within ``grace_s``, or none of it once ``hurry`` is set; then make sure that it is gone."""

@@ -19,7 +19,7 @@ from shadowsup.supervisor.policy.model import PLANNED, WorkerState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
-from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report
+from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report, Stop
 
 log = logging.getLogger("shadowsup.worker")
 
@@ -80,6 +80,10 @@ class WorkerOwner:
     def report(self, report: Report) -> bool:
         """Take what an engine of this worker said; return whether it was news. A beat without any ends here, in a few microseconds."""
         if isinstance(report, Beat):
+            if report.engine not in self.policy.engines:
+                # Forked by a nursery that died before it could answer: nobody will ever promote it, and it holds memory.
+                self._node.beats.send(report.engine, Stop())
+                return False
             actions = self.policy.beat(report, time.monotonic()) if isinstance(self.policy, WorkerPolicy) else []
             if actions:
                 self._carry_out(actions)

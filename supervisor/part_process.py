@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.policy.model import exit_text
 from shadowsup.supervisor.policy.part import Do, PartPolicy, PartSettings, PartState
-from shadowsup.supervisor.process import Child, SpawnPlan, terminate
+from shadowsup.supervisor.process import KILL_TIMEOUT_S, Child, SpawnPlan, terminate
 from shadowsup.supervisor.registry import Entry, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
 
@@ -138,6 +139,10 @@ class Part:
                 self.host.journal.add(f"{self.what}.stuck", f"{self.name} does not end, even by SIGKILL", level="error", pid=child.pid)
         if self._bringing is not None:
             await asyncio.gather(self._bringing, return_exceptions=True)
+        if self.child is not None:  # it was just being started, and is killed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await self.child.wait()
 
     def close(self) -> None:
         if self._timer is not None:

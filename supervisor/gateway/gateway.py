@@ -135,12 +135,16 @@ class Gateway:
     # The links
 
     def link_events(self, engine: str, events: list[FromEngine]) -> None:
-        worker = self._owners[engine]
+        worker = self._owners.get(engine)
+        if worker is None:
+            return  # it has just left the routing table, and its link is being closed
         worker.events(engine, events, self._loop.time())
         self._rearm(worker)
 
     def link_lost(self, engine: str) -> None:
-        worker = self._owners[engine]
+        worker = self._owners.get(engine)
+        if worker is None:
+            return
         worker.link_lost(engine, self._loop.time())
         self._rearm(worker)
 

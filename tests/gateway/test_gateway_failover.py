@@ -11,9 +11,10 @@ import pytest
 from gateway.harness import CHAT, Node, NodeMaker, events, next_event, text_of, text_to_the_end
 from gateway.stub_engine import PROMPT
 
-from shadowsup.wire.engine import EngineState
+from shadowsup.supervisor.gateway.worker import Worker
+from shadowsup.wire.engine import EngineState, Routes
 from shadowsup.wire.framing import pack
-from shadowsup.wire.link import Cancel, Submit, Token
+from shadowsup.wire.link import Cancel, Hello, Submit, Token
 
 STREAM = CHAT | {"stream": True}
 
@@ -449,6 +450,17 @@ async def test_an_engine_that_leaves_the_table_gives_its_requests_to_the_next(no
     shadow.accept(second)
     shadow.say(second, "b", (2,), 2, "stop")
     assert await text_to_the_end(stream) == ("b", "stop")
+
+
+async def test_what_an_engine_says_in_the_turn_in_which_it_leaves_the_table_is_nobodys(node: Node) -> None:
+    active = await node.serving()
+    gateway = node.process._gateway
+    link = gateway._links[active.route.engine]
+    gateway.apply(Routes(version=99, workers=(node.row(),)))
+    link.received([Hello(worker="chat", engine="chat.1", state=EngineState.ACTIVE, epoch=7, model="m", max_context=9)])
+    worker = gateway.workers["chat"]
+    assert isinstance(worker, Worker)
+    assert (worker.epoch, worker.serving) == (1, None)
 
 
 async def test_a_lost_supervisor_changes_nothing_for_the_clients(node: Node) -> None:

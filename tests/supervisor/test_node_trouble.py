@@ -6,14 +6,17 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from node_world import running, worker
 
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.wire.engine import Beat, EngineState, KvCounts, Phase, Stop, decode_order, encode
 
 
 @pytest.fixture
@@ -81,3 +84,48 @@ def test_a_node_that_stops_starts_nothing_anew(folder: Path) -> None:
         node.until(lambda s: s["workers"][0]["state"] == "stopping")
         with pytest.raises(SupervisorError, match="is stopping"):
             node.call("restart", worker="chat")
+
+
+def test_a_nursery_that_lost_its_connection_is_replaced(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        nursery = node.status()["nursery"][0]["pid"]
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(node.runtime / "nursery-0.sock"))  # the newest connection wins
+            node.until(lambda s: s["nursery"][0]["state"] == "running" and s["nursery"][0]["pid"] not in (None, nursery))
+        shadow = node.engine("shadow")
+        os.kill(shadow["pid"], signal.SIGKILL)
+        node.until(lambda s: any(e["state"] == "parked" and e["pid"] != shadow["pid"] for e in s["workers"][0]["engines"]))
+        assert node.events("engine.spawn_failed") == []
+
+
+def test_an_engine_that_nobody_asked_for_is_told_to_stop(folder: Path) -> None:
+    """A nursery may die between the fork and its answer."""
+    with running(folder) as node:
+        node.healthy()
+        context = zmq.Context()
+        engine = context.socket(zmq.DEALER)
+        try:
+            engine.setsockopt(zmq.ROUTING_ID, b"chat.77")
+            engine.connect(f"ipc://{node.runtime}/beat.sock")
+            idle = KvCounts(blocks=1, valid=0, free=1, quarantined=0, reserve=0)
+            beat = Beat(
+                engine="chat.77",
+                pid=1,
+                sent_s=0.0,
+                state=EngineState.PARKED,
+                phase=Phase.PARKED,
+                epoch=0,
+                step=0,
+                inflight=0,
+                queued=0,
+                last_step_s=0.0,
+                tokens_total=0,
+                kv=idle,
+            )
+            engine.send(encode(beat))
+            assert engine.poll(5000), "it holds its memory for ever"
+            assert decode_order(engine.recv()) == Stop()
+        finally:
+            engine.close(linger=0)
+            context.term()
