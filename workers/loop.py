@@ -236,13 +236,14 @@ class Loop:
 
     # --- taking over -----------------------------------------------------------------------------------------------------------
 
-    def park(self, *, max_context: int | None = None) -> Takeover:
+    def park(self, *, max_context: int | None = None, serves: bool = True) -> Takeover:
         """Wait, warm and following what the active engine publishes, until this engine is the active one. The first one waits too.
 
         Without a supervisor this returns at once.
 
         Args:
             max_context: tokens of a request, prompt and output together; at most, and None: what the blocks hold.
+            serves: False: this loop takes no requests, it only beats; clients are told so.
 
         Raises:
             LedgerLost: another engine was faster.
@@ -251,6 +252,7 @@ class Loop:
         blocks = self._blocks or self.kv(block_bytes=4096, blocks=1, block_tokens=1)  # epochs have their owner in a ledger
         room = (blocks.blocks - blocks.reserve) * blocks.block_tokens
         life, front = self._life, Front(blocks, min(max_context or room, room), self._inbox)
+        self._inbox.refuses = not serves
         life.warmed()
         self._interruptible.close()
         self._front = front
@@ -326,7 +328,6 @@ class Loop:
         """
         front, life = self._parked(), self._life
         front.receiver = inbox = self._inbox
-        inbox.refuses = False
         while True:
             life.obey()
             if life.arrivals():
@@ -334,9 +335,7 @@ class Loop:
                 return inbox.take()
 
     def beat(self, events: Sequence[Event] = (), *, inflight: int = 1, phase: Phase = Phase.DECODE) -> None:
-        """A step has ended: send its ``events`` in one frame, report progress, obey orders. Not with `steps`, which does it itself.
-
-        A loop that only ever beats serves no requests; clients are told so.
+        """A step has ended: send its ``events`` in one frame, report progress, obey orders. Not within `steps`, which does it itself.
 
         Args:
             inflight: requests, or other work, in hand. Above 0 the next beat is expected within ``health.hang.ceiling``.

@@ -10,7 +10,7 @@ from shadowsup.workers.loop_steps import Serving
 
 
 class Inbox:
-    """Requests as they came, for who schedules them. ``refuses``: nobody does."""
+    """Requests as they came, for who schedules them. ``refuses``: nobody ever will."""
 
     def __init__(self) -> None:
         self.inflight = 0

@@ -124,7 +124,7 @@ def training() -> None:
     with loop.attach() as engine:
         kv = engine.kv(block_bytes=16 * 8, blocks=8, block_tokens=1, reserve=2, layout="state-1")
         states = kv.tensor(torch.float64, 16)
-        engine.park()
+        engine.park(serves=False)
         newest = kv.newest()
         state = torch.zeros(16, dtype=torch.float64) if newest is None else states[newest].clone()
         say(engine, f"from {int(state[0])}")
@@ -173,7 +173,34 @@ def echo() -> None:
     print("left", flush=True)
 
 
-PROGRAMS: dict[str, Callable[[], None]] = {program.__name__: program for program in (kinds, summing, training, failing, echo)}
+def on_device() -> None:
+    """Wherever the memory is: the KV of a token follows from that of the token before it, the next token from the last KV."""
+    with loop.attach() as engine:
+        device = torch.device(engine.device)
+        kept = engine.keep(lambda: {"table": torch.arange(97, 123).flip(0), "by": torch.tensor(31)}, fingerprint="on-device")
+        say(engine, f"{kept['table'].device.type} {kept['table'].tolist()[:3]}")
+        kv = engine.kv(block_bytes=8 * BLOCK, blocks=2048, block_tokens=BLOCK, reserve=64, layout="on-device-1")
+        cache = kv.tensor(torch.int64, BLOCK).view(-1)
+        cache.fill_(-1)
+        engine.park(max_context=512)
+        note = kv.find("note")
+        say(engine, "nothing" if note is None else bytes(kv.tensor(torch.uint8, 8 * BLOCK)[note][:4].tolist()).decode())
+        engine.beat()  # a client that is there already waits for steps()
+        while not kv.save("note", torch.tensor(list(b"kept"), dtype=torch.uint8, device=device)):
+            engine.beat()
+        for batch in engine.steps(Bytes(), vocabulary=256):
+            for piece in batch:
+                slots = torch.from_numpy(piece.slots).to(device)
+                value = cache[slots[piece.start - 1]] if piece.start else torch.zeros((), dtype=torch.int64, device=device)
+                for at, token in enumerate(piece.ids, piece.start):
+                    value = (value * kept["by"] + token) % 9973
+                    cache[slots[at]] = value
+            ends = torch.tensor([piece.slots[-1] for piece in batch.sampling], dtype=torch.int64, device=device)
+            batch.finish(kept["table"][cache[ends] % 26].tolist())
+            time.sleep(0.005)
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {program.__name__: program for program in (kinds, summing, training, failing, echo, on_device)}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]]()

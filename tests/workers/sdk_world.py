@@ -35,10 +35,10 @@ def environment() -> dict[str, str]:
 class Keeper:
     """A memkeeper process."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, backend: str = "host") -> None:
         self.path = path
         ready, theirs = os.pipe()
-        command = [sys.executable, "-m", "shadowsup.memkeeper", "--socket", path, "--backend", "host", "--ready-fd", str(theirs)]
+        command = [sys.executable, "-m", "shadowsup.memkeeper", "--socket", path, "--backend", backend, "--ready-fd", str(theirs)]
         self.process = subprocess.Popen(command, pass_fds=[theirs], env=environment())
         os.close(theirs)
         try:
@@ -230,10 +230,10 @@ class Gateway:
 class World:
     """A runtime directory with all of it. Use `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "host") -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ss-", dir="/tmp")  # short: paths of sockets are
         self.path = Path(self._directory.name)
-        self.keeper = Keeper(str(self.path / "keeper.sock"))
+        self.keeper = Keeper(str(self.path / "keeper.sock"), backend)
         self.supervisor = Supervisor(str(self.path / "beat.sock"))
         self.engines: list[Engine] = []
         self.gateways: list[Gateway] = []

@@ -27,7 +27,7 @@ PROMPT = "Once upon a time there was a supervisor that never slept and a worker 
 class Loops:
     """Engines of one program."""
 
-    def __init__(self, world: World, program: str, **args: object) -> None:
+    def __init__(self, world: World, program: str, *, gpus: tuple[str, ...] = (), **args: object) -> None:
         self.world = world
         self.trace = world.path / "trace"
         self.trace.touch()
@@ -37,6 +37,7 @@ class Loops:
             "command": [sys.executable, *script],
             "args": {**args, "trace": str(self.trace)},
             "kv": KvSpec(size=1024 * 1024),
+            "gpus": gpus,
         }
 
     def spawn(self, seq: int, **changes: Any) -> Engine:
@@ -129,6 +130,28 @@ def test_kept_things_come_back_as_they_were_and_are_loaded_once(world: World) ->
     values = ([[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]], "torch.bfloat16", 7, (0, 3), [4, 3, 2, 1, 0], "<i2", b"config")
     assert said == [repr(values) + "[1.0, 1.0, 1.0]"] * 2
     assert loops.lines.count("read-only") == 2
+
+
+def a_loop_on_a_device_goes_on(world: World, **changes: Any) -> Loops:
+    """On the CPU here, on a GPU in tests/gpu."""
+    loops = Loops(world, "on_device", **changes)
+    requests = [submit("a", PROMPT, max_tokens=80), submit("b", "short", max_tokens=80)]
+    streams, kept = over_a_kill(loops, requests, 20)
+    assert kept > 0
+    for stream in streams.values():
+        value = 0
+        for token in (stream.submit.prompt or "").encode():
+            value = (value * 31 + token) % 9973
+        for token in stream.ids:
+            assert token == 122 - value % 26
+            value = (value * 31 + token) % 9973
+        assert stream.cached[-1] >= (len(stream.prompt_ids) + 19) // 4 * 4
+    return loops
+
+
+def test_tensors_blocks_and_notes_of_a_loop_go_on_wherever_its_memory_is(world: World) -> None:
+    loops = a_loop_on_a_device_goes_on(world)
+    assert loops.lines == ["cpu [122, 121, 120]", "cpu [122, 121, 120]", "nothing", "kept"]
 
 
 def test_a_loop_with_its_own_scheduler_goes_on_where_its_predecessor_was(world: World) -> None:
