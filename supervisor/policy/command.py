@@ -20,6 +20,8 @@ class CommandPolicy:
         self.down_reason = ""
         self.last_failure = ""
         self.upstream = ""
+        self.quarantined: set[str] = set()
+        """GPUs that nothing may be started onto."""
         self.epoch = 0
         self.cold_start_s: float | None = None
         self.deadline_s = float("inf")
@@ -93,6 +95,8 @@ class CommandPolicy:
                 self._ended(self.engines.get(name), status, now_s)
             case m.Gone():
                 self._gone(event, now_s)
+            case m.GpusQuarantined(gpus=gpus):
+                self.quarantined |= gpus
             case m.Drill(engine=name, signal=number):
                 if name in self.engines:
                     self.engines[name].excused = True
@@ -104,6 +108,8 @@ class CommandPolicy:
 
     def _forgive(self) -> None:
         self.down_reason = self.last_failure = ""
+        if not any(e.state is EngineState.QUARANTINED for e in self.engines.values()):
+            self.quarantined.clear()  # the operator says that it is well again
         self._book.reset()
 
     def _spawn_failed(self, event: m.SpawnFailed, now_s: float) -> None:
@@ -178,6 +184,8 @@ class CommandPolicy:
             actions, again_s = ladder.push(engine, self.settings, now_s)
             self._actions += actions
             self.deadline_s = min(self.deadline_s, again_s)
+            if engine.state is EngineState.QUARANTINED:
+                self.quarantined |= set(self.settings.gpus)  # the node tells everyone, us too, but a little later
         self._restart = False
         self._start(now_s)
         self._tell(now_s)
@@ -187,6 +195,9 @@ class CommandPolicy:
         if self.desired is not Desired.RUN or self.down_reason:
             return
         if any(e.state is not EngineState.QUARANTINED for e in self.engines.values()):
+            return
+        if stuck := sorted(self.quarantined & set(self.settings.gpus)):
+            self.down_reason = f"GPU {', '.join(stuck)} is quarantined: a process that cannot be killed holds it"
             return
         if self._book.exhausted(now_s):
             limit = f"gave up after {self.settings.max_failures} restarts within {self.settings.window_s:g} s"

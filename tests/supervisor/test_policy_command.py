@@ -46,6 +46,34 @@ def test_a_death_takes_the_upstream_away_and_a_new_process_waits_for_the_end_of_
     assert any(isinstance(a, m.Spawn) for a in actions)
 
 
+def test_p06_nothing_is_started_onto_a_gpu_that_its_old_tree_still_holds() -> None:
+    p = policy(gpus=("GPU-1",))
+    p.handle(m.RunWorker(), 0.0)
+    engine = started(p, 0.0)
+    p.handle(m.Ready(engine, "http://a"), 1.0)
+    p.handle(m.Died(engine, -9, frozen=True), 100.0)
+    actions = p.handle(m.Tick(), 111.0)
+    assert m.Quarantine(engine, ("GPU-1",)) in actions
+    assert not any(isinstance(a, m.Spawn) for a in actions)
+    assert p.state is WorkerState.DOWN
+    assert "GPU-1 is quarantined" in p.reason
+    assert not any(isinstance(a, m.Spawn) for a in p.handle(m.RestartWorker(), 112.0)), "it is there still"
+    p.handle(m.Gone(engine, -9), 113.0)
+    assert any(isinstance(a, m.Spawn) for a in p.handle(m.RestartWorker(), 114.0))
+
+
+def test_p06_a_gpu_that_another_worker_lost_is_not_used_either() -> None:
+    p = policy(gpus=("GPU-1",))
+    p.handle(m.RunWorker(), 0.0)
+    engine = started(p, 0.0)
+    p.handle(m.Ready(engine, "http://a"), 1.0)
+    p.handle(m.GpusQuarantined(frozenset({"GPU-1"})), 2.0)
+    assert p.state is WorkerState.HEALTHY, "what serves there goes on"
+    p.handle(m.Died(engine, -9, frozen=True), 100.0)
+    assert not any(isinstance(a, m.Spawn) for a in p.handle(m.Gone(engine, -9), 100.1))
+    assert p.state is WorkerState.DOWN
+
+
 def test_p11_it_backs_off_and_goes_down_with_its_last_output() -> None:
     p = policy(backoff_s=(0.0, 1.0, 2.0), max_failures=3)
     p.handle(m.RunWorker(), 0.0)
