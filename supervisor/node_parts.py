@@ -29,6 +29,7 @@ from shadowsup.supervisor.process import Child
 from shadowsup.wire.engine import DrainGateway, GatewayBeat
 from shadowsup.wire.gateway import GatewaySpec
 
+RECONNECT_S = 1.0
 NURSERY_READY_S = 180.0
 """Importing torch and transformers from a cold disk."""
 
@@ -91,16 +92,16 @@ class KeeperPart(Part):
         self.host.run_task(self._reconnect())
 
     async def _reconnect(self) -> None:
-        child = self.child
-        if child is None or self.vault is None or not self.policy.wanted:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await child.wait()
+        child, vault = self.child, self.vault
+        while child is not None and vault is not None and self.policy.wanted:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECONNECT_S):
+                    await child.wait()
+                    return
+            if self.child is not child or not vault.lost.is_set():
                 return
-        if self.child is child and self.vault.lost.is_set():
-            with contextlib.suppress(KeeperError):
-                await self.vault.restore()
+            with contextlib.suppress(KeeperError):  # stopped, or busy: without the vault its death would cost everything it made since
+                await vault.restore()
 
     def segments(self) -> list[SegmentInfo]:
         return self.vault.segments() if self.vault is not None else []

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from shadowsup.memkeeper.errors import KeeperError
 from shadowsup.supervisor import identity as ids
+from shadowsup.supervisor import node_parts
 from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.part_process import Part, PartHost
@@ -33,7 +35,7 @@ class Sleeper(Part):
             self.ended.set()
 
     def argv(self, ready_fd: int) -> Sequence[str]:
-        return ["sh", "-c", f"echo >&{ready_fd}; exec sleep 600"]
+        return ["bash", "-c", f"echo >&{ready_fd}; exec sleep 600"]
 
     async def output(self) -> int:
         self.asked.set()
@@ -51,6 +53,21 @@ class Recorded(Registry):
     def record(self, entry: Entry) -> None:
         self.seen.append(entry.identity)
         super().record(entry)
+
+
+class Stubborn:
+    """A vault whose keeper does not answer at first."""
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+        self.lost = asyncio.Event()
+        self.lost.set()
+
+    async def restore(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise KeeperError("no answer")
+        self.lost.clear()
 
 
 @pytest.fixture
@@ -96,3 +113,17 @@ async def test_a_part_that_cannot_be_recorded_is_ended_and_tried_again_later(par
     assert part.state is PartState.BACKOFF
     (identity,) = recorded(part)
     assert not ids.alive(identity)
+
+
+async def test_a_vault_that_lost_a_living_keeper_tries_until_it_is_connected(part: Sleeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_parts, "RECONNECT_S", 0.001)
+    keeper = node_parts.KeeperPart(part.host, "host")
+    keeper.policy.want(0.0)
+    part.may_spawn.set()
+    part.start()
+    await part.started(10.0)
+    keeper.child, vault = part.child, Stubborn(refusals=3)
+    keeper.vault = vault  # type: ignore[assignment]
+    await keeper._reconnect()
+    assert not vault.lost.is_set()
+    keeper.child = None
