@@ -26,6 +26,7 @@ from shadowsup.supervisor.policy.model import How
 from shadowsup.supervisor.process import Child, Lifeline, SpawnPlan
 from shadowsup.supervisor.registry import Entry, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.tether import Tether
 from shadowsup.supervisor.tree import TAG_NAME, Tree, tag, unlink_shm
 from shadowsup.wire.engine import SPEC_VARIABLE, EngineSpec
 
@@ -81,6 +82,7 @@ class EngineProcess:
         self._tag = tag(host.node, engine, host.instance)
         self._child: Child | None = None
         self._tree: Tree | None = None
+        self._tether: Tether | None = None
         self._frozen = False
         self._nice = False
         self._ending: asyncio.Task[None] | None = None
@@ -118,6 +120,8 @@ class EngineProcess:
         child.on_lifeline_eof = self._eof
         child.on_exit = self._exited
         child.on_status = lambda _: self._status.set()
+        if self._tether is not None:
+            self._tether.watch(child.pid, self._main_thread_died, self._left_memory)
 
     async def _start(self, how: How, nursery: NurseryClient | None) -> Child:
         launch, host = self._launch, self._host
@@ -127,12 +131,13 @@ class EngineProcess:
         try:
             env = {**launch.env, TAG_NAME: self._tag}
             lifeline = Lifeline() if launch.spec is not None else None
-            if how is How.NURSERY and launch.spec is not None and lifeline is not None:
-                return await self._fork(launch.spec, env, output, lifeline, nursery)
+            spec = self._tethered(launch.spec) if launch.spec is not None else None
+            if how is How.NURSERY and spec is not None and lifeline is not None:
+                return await self._fork(spec, env, output, lifeline, nursery)
             argv = list(launch.argv)
-            if launch.spec is not None and lifeline is not None:
+            if spec is not None and lifeline is not None:
                 path = host.paths.spec(self.id)
-                spec = msgspec.structs.replace(launch.spec, lifeline_fd=lifeline.theirs)
+                spec = msgspec.structs.replace(spec, lifeline_fd=lifeline.theirs)
                 write_private(path, msgspec.json.format(msgspec.json.encode(spec)))
                 argv = argv or [launch.python, "-m", "shadowsup.workers.main", str(path)]
                 env[SPEC_VARIABLE] = str(path)
@@ -140,6 +145,15 @@ class EngineProcess:
             return Child.spawn(plan, lifeline)
         finally:
             os.close(output)
+
+    def _tethered(self, spec: EngineSpec) -> EngineSpec:
+        path = self._host.paths.tether(self.id)
+        try:
+            self._tether = Tether(path)
+        except OSError as error:
+            log.warning("%s has no tether, its lifeline tells of its end: %s", self.id, error)
+            return spec
+        return msgspec.structs.replace(spec, tether=str(path))
 
     async def _fork(
         self, spec: EngineSpec, env: Mapping[str, str], output: int, lifeline: Lifeline, nursery: NurseryClient | None
@@ -195,13 +209,24 @@ class EngineProcess:
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
         paths = self._host.paths
-        for path in (paths.spec(self.id), paths.link(self.id)):
+        for path in (paths.spec(self.id), paths.link(self.id), paths.tether(self.id)):
             path.unlink(missing_ok=True)
+        if self._tether is not None:
+            self._tether.over()
         if self._child is not None:
             self._host.registry.forget(self._child.identity)
             self._child.close()
 
     # --- the end ----------------------------------------------------------------------------------------------------------------
+
+    def _main_thread_died(self) -> None:
+        if not self._frozen:
+            self._tell(m.Died(self.id))
+
+    def _left_memory(self) -> None:
+        if not self._frozen:
+            self._frozen = True
+            self._tell(m.Frozen(self.id))
 
     def _eof(self) -> None:
         if self._frozen:

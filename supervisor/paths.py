@@ -72,6 +72,9 @@ class NodePaths:
     def spec(self, engine: str) -> Path:
         return self.engines / f"{engine}.json"
 
+    def tether(self, engine: str) -> Path:
+        return self.engines / f"{engine}.tether"
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 

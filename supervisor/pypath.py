@@ -43,6 +43,7 @@ def make_pypath(runtime_dir: Path) -> Path:
     parts = {
         "__init__.py": root / "__init__.py",
         "errors.py": root / "errors.py",
+        "robust_mutex.py": root / "robust_mutex.py",
         "wire": _folder(shadowsup.wire),
         "memkeeper": _folder(shadowsup.memkeeper),
         "workers": _folder(shadowsup.workers),

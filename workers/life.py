@@ -36,7 +36,7 @@ from shadowsup.wire.engine import (
     Stop,
 )
 from shadowsup.wire.link import Accepted, Hello, Rejected, Token
-from shadowsup.workers import kept_kv, process
+from shadowsup.workers import kept_kv, process, tether
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.doorbell import Doorbell
@@ -93,6 +93,7 @@ class Life:
         self._bell = Doorbell()
         self._orders: deque[Order] = deque()
         self._lifeline = Lifeline(spec.lifeline_fd)
+        tether.hold(spec.tether)
         self._heart = Heart(
             engine=spec.engine,
             endpoint=spec.beat_endpoint,

@@ -12,7 +12,6 @@ import enum
 
 import msgspec
 
-
 SPEC_VARIABLE = "SHADOWSUP_SPEC"
 """Environment of an engine that is started by a command line of the user's own: the path of its `EngineSpec`."""
 
@@ -89,6 +88,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Unix socket the engine listens on for the gateway."""
     lifeline_fd: int = -1
     """Set for cold spawns; a nursery replaces it by the fd it received."""
+    tether: str = ""
+    """File of the robust mutex that the engine's main thread holds for life; empty: there is none."""
 
 
 class KvCounts(msgspec.Struct, frozen=True, kw_only=True):

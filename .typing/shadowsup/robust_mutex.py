@@ -1,0 +1,1 @@
+../../shadowsup/robust_mutex.py

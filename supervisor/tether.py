@@ -1,0 +1,91 @@
+"""Sees an engine's death before the kernel has taken its memory apart.
+
+A dying process is torn down address space first, files second: with a gigabyte mapped in pages of 4 KiB, its sockets end 50 to
+130 ms after a SIGKILL (two busy cores, `benchmarks/host_death.py`), and so does a lifeline. The engine's main thread therefore holds a
+robust mutex, whose waiter the kernel wakes at the very start. What remains to be known is that no other thread still runs: each of them
+shows an empty ``/proc/PID/task/TID/statm`` as soon as it has left its address space, after which it can execute nothing in it. Then the
+memory is frozen, though it is not unmapped yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shadowsup.robust_mutex import RobustMutex
+
+LOOK_S = 0.05
+"""Between two looks whether an engine that has just started holds its end."""
+FREEZE_LOOK_S = 0.0002
+FREEZE_FOR_S = 0.1
+
+log = logging.getLogger("shadowsup.tether")
+
+
+class Tether:
+    """The supervisor's end, a file in the runtime directory. A thread waits for it, which ends with the engine.
+
+    Raises:
+        OSError: it cannot be made; the lifeline alone tells then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._mutex = RobustMutex(str(path), create=True)
+        self._over = threading.Event()
+
+    def watch(self, pid: int, died: Callable[[], None], frozen: Callable[[], None]) -> None:
+        """Have ``died`` and then ``frozen`` called on the running loop. Neither comes when the engine ends without having taken its end."""
+        loop = asyncio.get_running_loop()
+
+        def tell(what: Callable[[], None]) -> None:
+            try:
+                loop.call_soon_threadsafe(what)
+            except RuntimeError:  # the loop is closed: nobody is there to be told
+                pass
+
+        def wait() -> None:
+            try:
+                while not self._mutex.held:
+                    if self._over.wait(LOOK_S):
+                        return
+                if self._mutex.wait_for_death():
+                    tell(died)
+                    if left_its_memory(pid, FREEZE_FOR_S):
+                        tell(frozen)
+            finally:
+                self._mutex.close()
+
+        threading.Thread(target=wait, name=f"tether-{pid}", daemon=True).start()
+
+    def over(self) -> None:
+        """The engine is gone: do not wait for it to take its end any more. Idempotent."""
+        self._over.set()
+
+
+def left_its_memory(pid: int, timeout_s: float) -> bool:
+    """Wait until no thread of the (dying) process has an address space. False: some still had after ``timeout_s``."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(map(_has_memory, _tasks(pid))):
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(FREEZE_LOOK_S)
+    return True
+
+
+def _tasks(pid: int) -> list[Path]:
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:  # reaped
+        return []
+
+
+def _has_memory(task: Path) -> bool:
+    try:
+        return not (task / "statm").read_bytes().startswith(b"0 ")
+    except OSError:  # it has ended meanwhile
+        return False

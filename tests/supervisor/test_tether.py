@@ -1,0 +1,135 @@
+"""The tether: an engine's death is known before its address space is taken apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shadowsup.robust_mutex import RobustMutex
+from shadowsup.supervisor.tether import Tether, left_its_memory
+
+WAIT_S = 20.0
+
+VICTIM = """
+import sys, threading
+from shadowsup.workers import tether
+tether.hold(sys.argv[1])
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("up", flush=True)
+if sys.stdin.readline() == "fork\\n":
+    import os
+    if os.fork() == 0:
+        threading.Event().wait()
+    print("forked", flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Watched:
+    """What the supervisor's loop is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.changed = asyncio.Event()
+
+    def tell(self, what: str) -> None:
+        self.told.append(what)
+        self.changed.set()
+
+    async def until(self, told: list[str]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self.told != told:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+def victims() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for victim in started:
+        if victim.poll() is None:
+            os.killpg(victim.pid, signal.SIGKILL)
+        victim.wait()
+        for pipe in (victim.stdin, victim.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def start(victims: list[subprocess.Popen[str]], path: Path) -> subprocess.Popen[str]:
+    victim = subprocess.Popen(
+        [sys.executable, "-c", VICTIM, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    victims.append(victim)
+    assert victim.stdout is not None and victim.stdout.readline() == "up\n"
+    return victim
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+async def test_an_engines_end_is_told_and_that_its_memory_is_frozen(tmp_path: Path, victims: list[subprocess.Popen[str]], how: str) -> None:
+    tether, watched = Tether(tmp_path / "tether"), Watched()
+    victim = start(victims, tmp_path / "tether")
+    tether.watch(victim.pid, lambda: watched.tell("died"), lambda: watched.tell("frozen"))
+    if how == "kill":
+        victim.kill()
+    else:
+        assert victim.stdin is not None
+        victim.stdin.close()
+    await watched.until(["died", "frozen"])
+
+
+async def test_a_stopped_engine_is_not_dead(tmp_path: Path, victims: list[subprocess.Popen[str]]) -> None:
+    tether, watched = Tether(tmp_path / "tether"), Watched()
+    victim = start(victims, tmp_path / "tether")
+    victim.send_signal(signal.SIGSTOP)
+    tether.watch(victim.pid, lambda: watched.tell("died"), lambda: watched.tell("frozen"))
+    assert not left_its_memory(victim.pid, 0.05)
+    assert watched.told == []
+    victim.kill()
+    await watched.until(["died", "frozen"])
+
+
+async def test_a_child_of_the_engine_does_not_hide_its_death(tmp_path: Path, victims: list[subprocess.Popen[str]]) -> None:
+    tether, watched = Tether(tmp_path / "tether"), Watched()
+    victim = start(victims, tmp_path / "tether")
+    assert victim.stdin is not None and victim.stdout is not None
+    victim.stdin.write("fork\n")
+    victim.stdin.flush()
+    assert victim.stdout.readline() == "forked\n"
+    tether.watch(victim.pid, lambda: watched.tell("died"), lambda: watched.tell("frozen"))
+    victim.kill()
+    await watched.until(["died", "frozen"])
+    os.killpg(victim.pid, signal.SIGKILL)
+
+
+async def test_an_engine_that_never_takes_its_end_leaves_no_thread(tmp_path: Path) -> None:
+    tether, watched = Tether(tmp_path / "tether"), Watched()
+    before = set(threading.enumerate())
+    tether.watch(os.getpid(), lambda: watched.tell("died"), lambda: watched.tell("frozen"))
+    (waiter,) = set(threading.enumerate()) - before
+    tether.over()
+    await asyncio.to_thread(waiter.join, WAIT_S)
+    assert not waiter.is_alive()
+    assert watched.told == []
+
+
+def test_a_tether_has_one_holder(tmp_path: Path, victims: list[subprocess.Popen[str]]) -> None:
+    mutex = RobustMutex(str(tmp_path / "tether"), create=True)
+    assert not mutex.held
+    victim = start(victims, tmp_path / "tether")
+    assert mutex.held
+    second = RobustMutex(str(tmp_path / "tether"))
+    with pytest.raises(OSError, match="trylock"):
+        second.hold()
+    second.close()
+    victim.kill()
+    assert mutex.wait_for_death()
+    mutex.close()
