@@ -71,6 +71,8 @@ WORD = 7.6
 """Tokens (bytes) of a word of the prompts, with its space: a dummy model has no tokenizer."""
 
 STARTED_S = time.monotonic()
+LOG_LINES = int(os.environ.get("BENCH_LOG_LINES", "0"))
+"""Of each log of a node, shown at its end; of one that failed some are shown in any case."""
 
 
 def say(text: str) -> None:
@@ -154,10 +156,10 @@ async def a_node(content: dict[str, Any], found: dict[str, Any], mode: Mode = Mo
             found["recoveries"] = (await node.call("recoveries"))["recoveries"]
         found["memory"]["left_after_stop"] = await gpu.back_to(before)
         say(f"left after stop: {found['memory']['left_after_stop']} bytes")
-    except BaseException:
-        for log in sorted((node.folder / "state" / "logs").glob("*.log")) if node is not None else ():
-            print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-25:], sep="\n", flush=True)
-        raise
+    finally:
+        if node is not None and (LOG_LINES or sys.exc_info()[0] is not None):
+            for log in sorted((node.folder / "state" / "logs").glob("*.log")):
+                print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-(LOG_LINES or 25) :], sep="\n", flush=True)
 
 
 def judged(result: dict[str, Any]) -> dict[str, Any]:

@@ -217,7 +217,8 @@ class Nursery:
         try:
             threads = _threads()
             if threads > self._max_threads:
-                words = f"the nursery has {threads} threads and may have {self._max_threads}: a child could inherit a held lock"
+                names = ", ".join(_thread_names())
+                words = f"the nursery has {threads} threads ({names}) and may have {self._max_threads}: a child could inherit a held lock"
                 self._send(ForkRefused(number=request.number, engine=engine, message=words, hint="start this engine by a cold spawn"))
                 return
             started = time.perf_counter()
@@ -332,6 +333,10 @@ def preload(name: str) -> float:
 def _threads() -> int:
     """Return the threads of this process, Python's or not."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def _thread_names() -> list[str]:
+    return sorted(entry.joinpath("comm").read_text().strip() for entry in Path("/proc/self/task").iterdir())
 
 
 def _start_time(pid: int) -> int:

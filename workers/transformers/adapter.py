@@ -44,6 +44,7 @@ class TransformersEngine:
         self._arguments = arguments.Arguments()
         self._device = torch.device("cpu")
         self._progress: Callable[[str], None] = lambda words: None
+        self._hurried = False
         self._loaded: loader.Loaded | None = None
         self._geometry: KvGeometry | None = None
         self._max_context = 0
@@ -63,11 +64,17 @@ class TransformersEngine:
             raise WorkerError("this engine runs on one device", "set tensor_parallel: 1", fatal=True)
         self._device = _device(spec)
         self._progress = progress
+        # Where no shadow takes over, somebody waits for this very engine: what can be done later is.
+        self._hurried = spec.shadows == 0
         threads = self._arguments.thread_count()
         if threads is not None:
             torch.set_num_threads(threads)
-        self._loaded = loader.load(spec, self._arguments, store, self._device, progress)
+        self._loaded = loader.load(spec, self._arguments, store, self._device, self._tell)
         self._set_geometry(spec, self._loaded)
+
+    def _tell(self, words: str) -> None:
+        log.info(words)
+        self._progress(words)
 
     def _set_geometry(self, spec: EngineSpec, loaded: loader.Loaded) -> None:
         shape = loaded.shape
@@ -140,10 +147,10 @@ class TransformersEngine:
         self._mirror = IndexMirror(geometry.blocks)
         limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
         if self._device.type == "cuda":
-            self._progress("capturing graphs")
-            graphs = self._executor.capture(limits.max_batch, self._max_context)
+            self._tell("capturing graphs")
+            graphs = self._executor.capture(limits.max_batch, self._max_context, everything=not self._hurried)
             log.info("attention: %s, %d graphs", self._executor.kind.value, graphs)
-        warming.run(self._executor, limits, geometry, self._max_context, loaded.vocabulary)
+        warming.run(self._executor, limits, geometry, self._max_context, loaded.vocabulary, everything=not self._hurried)
         loaded.codec.decode(loaded.codec.encode("Hello"))
         try:
             loaded.codec.chat([{"role": "user", "content": "Hello"}])  # compiles the template

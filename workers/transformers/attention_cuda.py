@@ -66,11 +66,12 @@ class KernelAttention:
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: How) -> torch.Tensor:
         keys, values = self._cache.tokens[layer]
         query, parts = _rows(query), self._paging.parts
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        empty = torch.zeros if self._paging.padded else torch.empty
+        out = (empty if parts == 1 else torch.empty)(query.shape, dtype=query.dtype, device=query.device)
         partial = sums = None
         if parts > 1:
             partial = torch.empty((*query.shape[:2], parts, query.shape[2]), dtype=torch.float32, device=query.device)
-            sums = torch.empty((*query.shape[:2], parts, 2), dtype=torch.float32, device=query.device)
+            sums = empty((*query.shape[:2], parts, 2), dtype=torch.float32, device=query.device)
         self._kernels.attend(
             query,
             keys,

@@ -12,8 +12,8 @@ from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.transformers.attention import NAME, GatherAttention, KvCache, KvShape, Step, StepAttention, attending
 from shadowsup.workers.transformers.attention_cuda import KernelAttention, Kind, choose
 from shadowsup.workers.transformers.batch import Piece, StepBatch
-from shadowsup.workers.transformers.decode_graphs import DecodeGraphs
 from shadowsup.workers.transformers.paging import paging_of
+from shadowsup.workers.transformers.step_graphs import StepGraphs
 
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Of the largest logit: how far paged and plain logits may lie apart for the model to count as the same."""
@@ -30,18 +30,21 @@ class Executor:
         self.device = device
         self._heads = int(model.config.num_attention_heads)
         self.kind = choose(cache.shape, self._heads, device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
-    def capture(self, max_batch: int, max_context: int) -> int:
-        """Capture graphs for steps in which every sequence has one new token; returns how many. None without the kernels.
+    def capture(self, max_batch: int, max_context: int, *, everything: bool) -> int:
+        """Capture graphs for small steps; returns how many. There are none without the kernels.
 
-        The cache may have scratch behind it; the graphs write nothing now, and later to what the cache's addresses are then.
+        The cache may have scratch behind it, or blocks that matter: nothing is written to it.
+
+        Args:
+            everything: False: what is not captured now is when it is first needed.
         """
         if self.kind is not Kind.KERNELS:
             return 0
-        graphs = DecodeGraphs(self.model, self.cache, self._heads, self.device, max_batch=max_batch, max_context=max_context)
+        graphs = StepGraphs(self.model, self.cache, self._heads, self.device, max_batch=max_batch, max_context=max_context)
         try:
-            graphs.capture()
+            graphs.capture(everything=everything)
         except Exception as error:  # a model that asks the device something in the middle of a forward
             log.warning("%s cannot be captured as CUDA graphs: it runs without (%s)", type(self.model).__name__, error)
             return 0
@@ -57,8 +60,8 @@ class Executor:
         Raises:
             WorkerError: (fatal) the model cannot run on paged KV.
         """
-        if self._graphs is not None and self._graphs.take(pieces):
-            return self._graphs.run(pieces)
+        if self._graphs is not None and (size := self._graphs.size_of(pieces)) is not None:
+            return self._graphs.run(size, pieces)
         shape = self.cache.shape
         batch = StepBatch(pieces, shape.block_tokens, device=self.device, dtype=shape.dtype)
         attention: StepAttention

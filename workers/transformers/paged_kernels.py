@@ -131,8 +131,6 @@ def _attend(  # type: ignore[no-untyped-def]
         gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         best = higher
 
-    # A sequence without new tokens fills a graph up: its row gets zeros, never what was there before.
-    live = (token < tl.maximum(count, 1)) & (row < TOKENS * GROUP)
     to = at * HEADS + head
     wanted = live[:, None] & real[None, :]
     if SPLIT:
@@ -165,7 +163,8 @@ def _combine(  # type: ignore[no-untyped-def]
     total = tl.load(sums + at * 2 + 1, mask=there, other=0.0)
     highest = tl.max(best, 0)
     weight = tl.where(total > 0.0, tl.exp2(best - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
-    gathered = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=there[:, None] & real[None, :], other=0.0)
+    counts = (total > 0.0)[:, None] & real[None, :]  # what has no sum was not written either
+    gathered = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=counts, other=0.0)
     summed = tl.sum(total * weight, 0)
     result = tl.sum(gathered * weight[:, None], 0) / tl.where(summed > 0.0, summed, 1.0)
     tl.store(out + place * DIM + dim, result.to(out.dtype.element_ty), mask=real)

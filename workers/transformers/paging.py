@@ -29,6 +29,7 @@ class Paging:
         tile_sequence, tile_begin: (P,) the sequence of a tile, and its first token, counted from the sequence's first new one.
         rows: of a tile: tokens times the query heads that share a KV head.
         parts: into how many the keys of a tile are cut.
+        padded: whether there are rows in the packed step that belong to no sequence; attention gives zeros for them.
     """
 
     tables: torch.Tensor
@@ -39,6 +40,7 @@ class Paging:
     tile_begin: torch.Tensor
     rows: int
     parts: int
+    padded: bool = False
 
 
 def rows_of_tile(longest: int, group: int, dtype: torch.dtype) -> int:

@@ -3,6 +3,8 @@ loads a library's code for that size, and asks the device for memory."""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from shadowsup.wire.link import Sampling
@@ -12,27 +14,33 @@ from shadowsup.workers.scheduler import Limits
 from shadowsup.workers.transformers.batch import Piece
 from shadowsup.workers.transformers.executor import Executor
 
+log = logging.getLogger("shadowsup.engine")
+
 _TOTALS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Tokens of a step: matrix products of these heights; libraries choose their kernels by such steps."""
 
-_KEPT_WARM = 1024
-"""Tokens of the step whose memory an engine keeps: what it computes for all held requests after a failover is about that."""
+_KEPT_WARM = 512
+"""Tokens of the step whose memory an engine keeps while it is parked: a first step then asks the device for little."""
 
 
-def run(executor: Executor, limits: Limits, geometry: KvGeometry, max_context: int, vocabulary: int) -> None:
-    """Run steps of every kind over the cache, whose content is lost; nothing must be kept in it."""
+def run(executor: Executor, limits: Limits, geometry: KvGeometry, max_context: int, vocabulary: int, *, everything: bool) -> None:
+    """Run steps of every kind over the cache, whose content is lost; nothing must be kept in it. ``everything`` False: just one step."""
     steps = _Steps(geometry, max_context, vocabulary)
     if executor.device.type != "cuda":
         _sample(executor.forward(steps.prompt(min(limits.max_batch_tokens, 2 * geometry.block_tokens))))
         for rows in {1, min(2, limits.max_batch)}:
             _sample(executor.forward(steps.tails(rows, rows)))
         return
+    if not everything:
+        _sample(executor.forward(steps.tails(1, 1)))
+        return
     for total in (*(one for one in _TOTALS if one < limits.max_batch_tokens), limits.max_batch_tokens):
         executor.forward(steps.prompt(total))
         _sample(executor.forward(steps.tails(total, limits.max_batch)))
     executor.finish()
     torch.cuda.empty_cache()
-    _sample(executor.forward(steps.tails(min(_KEPT_WARM, limits.max_batch_tokens), limits.max_batch)))
+    _greedy(executor.forward(steps.tails(min(_KEPT_WARM, limits.max_batch_tokens), limits.max_batch)))
+    log.info("device memory of tensors: %d MiB in use, %d MiB taken", *(size >> 20 for size in _tensors()))
 
 
 class _Steps:
@@ -59,8 +67,17 @@ class _Steps:
         return Piece([at % self._vocabulary for at in range(tokens)], start, blocks, True)
 
 
+def _tensors() -> tuple[int, int]:
+    """Return (bytes in use, bytes taken from the device) of torch in this process, kept memory not counted."""
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def _greedy(logits: torch.Tensor) -> None:
+    sample(logits.clone(), [Row(Sampling(seed=1, temperature=0.0), (), 3, frozenset())] * len(logits))
+
+
 def _sample(logits: torch.Tensor) -> None:
     """Greedily, and with everything that a request can ask for."""
-    sample(logits.clone(), [Row(Sampling(seed=1, temperature=0.0), (), 3, frozenset())] * len(logits))
+    _greedy(logits)
     drawn = Sampling(seed=1, temperature=1.0, top_p=0.9, frequency_penalty=0.5, min_tokens=2)
     sample(logits, [Row(drawn, (1,), 3, frozenset({0}))] * len(logits))
