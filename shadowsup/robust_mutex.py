@@ -38,7 +38,7 @@ class RobustMutex:
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(fd, mmap.PAGESIZE)
+                os.posix_fallocate(fd, 0, mmap.PAGESIZE)  # in a full tmpfs the first store would be a SIGBUS otherwise
             self._map = mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)

@@ -37,10 +37,12 @@ class Tether:
         path.unlink(missing_ok=True)
         self._mutex = RobustMutex(str(path), create=True)
         self._over = threading.Event()
+        self._watched = False
 
     def watch(self, pid: int, died: Callable[[], None], frozen: Callable[[], None]) -> None:
         """Have ``died`` and then ``frozen`` called on the running loop. Neither comes when the engine ends without having taken its end."""
         loop = asyncio.get_running_loop()
+        self._watched = True
 
         def tell(what: Callable[[], None]) -> None:
             try:
@@ -63,29 +65,34 @@ class Tether:
         threading.Thread(target=wait, name=f"tether-{pid}", daemon=True).start()
 
     def over(self) -> None:
-        """The engine is gone: do not wait for it to take its end any more. Idempotent."""
+        """The engine is gone, or was never started: do not wait for it to take its end any more. Idempotent."""
+        if not self._watched and not self._over.is_set():
+            self._mutex.close()
         self._over.set()
 
 
 def left_its_memory(pid: int, timeout_s: float) -> bool:
     """Wait until no thread of the (dying) process has an address space. False: some still had after ``timeout_s``."""
     deadline_s = time.monotonic() + timeout_s
-    while any(map(_has_memory, _tasks(pid))):
+    while _has_memory(pid):
         if time.monotonic() >= deadline_s:
             return False
         time.sleep(FREEZE_LOOK_S)
     return True
 
 
-def _tasks(pid: int) -> list[Path]:
+def _has_memory(pid: int) -> bool:
+    """Whether some thread of ``pid`` has, or may have: what cannot be looked at (no descriptor left) is not known to be frozen."""
     try:
-        return list(Path(f"/proc/{pid}/task").iterdir())
-    except OSError:  # reaped
-        return []
+        return any(map(_task_has_memory, Path(f"/proc/{pid}/task").iterdir()))
+    except (FileNotFoundError, ProcessLookupError):  # reaped
+        return False
+    except OSError:
+        return True
 
 
-def _has_memory(task: Path) -> bool:
+def _task_has_memory(task: Path) -> bool:
     try:
         return not (task / "statm").read_bytes().startswith(b"0 ")
-    except OSError:  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -133,3 +134,43 @@ def test_a_tether_has_one_holder(tmp_path: Path, victims: list[subprocess.Popen[
     victim.kill()
     assert mutex.wait_for_death()
     mutex.close()
+
+
+@pytest.mark.parametrize("call", ["iterdir", "read_bytes"])
+def test_a_look_that_fails_says_nothing_about_the_memory(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Out of descriptors, nothing can be seen of a process that may still be writing."""
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, call, fail)
+    assert not left_its_memory(os.getpid(), 0.01)
+
+
+def test_a_tether_whose_engine_was_never_started_is_unmapped(tmp_path: Path) -> None:
+    path = tmp_path / "tether"
+    tether = Tether(path)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    tether.over()
+    tether.over()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+FULL = """
+set -e
+mount -t tmpfs -o size=8k none "$1" || exit 77
+head -c 8192 /dev/zero > "$1/rest"
+exec "$2" -c 'import sys; from shadowsup.supervisor.tether import Tether; from pathlib import Path; Tether(Path(sys.argv[1]))' "$1/tether"
+"""
+
+
+def test_a_full_runtime_directory_is_an_error_and_not_the_end_of_the_supervisor(tmp_path: Path) -> None:
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", FULL, "sh", str(tmp_path), sys.executable]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare(1) here")
+    if ended.returncode == 77 or ended.stderr.startswith("unshare:"):
+        pytest.skip("mounts are not allowed here")
+    assert "No space left on device" in ended.stderr
+    assert ended.returncode == 1
