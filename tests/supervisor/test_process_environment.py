@@ -122,6 +122,7 @@ except ImportError:
     assert {entry.name for entry in (pypath / "shadowsup").iterdir()} - {"__pycache__"} == {
         "__init__.py",
         "errors.py",
+        "robust_mutex.py",
         "wire",
         "memkeeper",
         "workers",
