@@ -21,7 +21,7 @@ from shadowsup.supervisor.bench.client import Stream, stream_chat
 from shadowsup.supervisor.bench.node import Node, engine_pid, running
 
 ROOT = Path(__file__).parents[2]
-PLAN = failover.Plan(kills=4, streams=4, prompt_words=520, output_tokens=40, model="chat")
+PLAN = failover.Plan(kills=4, streams=4, prompt_words=600, output_tokens=40, model="chat")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
 
