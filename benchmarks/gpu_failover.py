@@ -158,8 +158,13 @@ async def a_node(content: dict[str, Any], found: dict[str, Any], mode: Mode = Mo
         say(f"left after stop: {found['memory']['left_after_stop']} bytes")
     finally:
         if node is not None and (LOG_LINES or sys.exc_info()[0] is not None):
-            for log in sorted((node.folder / "state" / "logs").glob("*.log")):
-                print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-(LOG_LINES or 25) :], sep="\n", flush=True)
+            for log in (
+                node.output,
+                *sorted((node.folder / "state").glob("*.jsonl")),
+                *sorted((node.folder / "state" / "logs").glob("*.log")),
+            ):
+                lines = [line[:300] for line in log.read_text(errors="replace").splitlines() if "shadowsup.access" not in line]
+                print(f"--- {log.name}", *lines[-(LOG_LINES or 25) :], sep="\n", flush=True)
 
 
 def judged(result: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +229,7 @@ async def exact(found: dict[str, Any], factor: float) -> None:
 
 
 async def shadow(found: dict[str, Any], factor: float) -> None:
-    sizes = {"2 GB": (16, 32, 480), "16 GB": (8, 32, 3800), "64 GB": (6, 32, 15200), "32k context": (4, 4, 32000)}
+    sizes = {"2 GB": (16, 32, 480), "16 GB": (4, 32, 3800), "64 GB": (4, 32, 15200), "32k context": (2, 4, 32000)}
     async with a_node(eight_b("80GiB"), found) as node:
         for number, (name, (count, streams, tokens)) in enumerate(sizes.items()):
             say(f"KV in use: {name}")
@@ -251,11 +256,11 @@ async def steady(found: dict[str, Any], factor: float) -> None:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any], float], Awaitable[None]]] = {
-    "exact": exact,
     "shadow": shadow,
     "respawn": respawn,
-    "throughput": steady,
+    "exact": exact,
     "plain": without,
+    "throughput": steady,
 }
 
 

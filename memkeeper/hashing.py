@@ -22,19 +22,21 @@ def chain(salt: bytes, parent: bytes | None, token_ids: Sequence[int] | NDArray[
 
     Keyed blake2b-128 (RFC 7693). ``salt``: 1 to 64 bytes. Tokens are hashed as u32, little-endian.
     """
-    state = hashlib.blake2b(digest_size=SIZE, key=salt, person=_ROOT if parent is None else _NEXT)
-    if parent is not None:
-        state.update(parent)
-    state.update(np.asarray(token_ids, dtype="<u4").tobytes())
-    return state.digest()
+    return _chain(salt, parent, np.asarray(token_ids, dtype="<u4").tobytes())
+
+
+def _chain(salt: bytes, parent: bytes | None, tokens: bytes) -> bytes:
+    if parent is None:
+        return hashlib.blake2b(tokens, digest_size=SIZE, key=salt, person=_ROOT).digest()
+    return hashlib.blake2b(parent + tokens, digest_size=SIZE, key=salt, person=_NEXT).digest()
 
 
 def chain_all(salt: bytes, token_ids: Sequence[int] | NDArray[np.integer], block_tokens: int, parent: bytes | None = None) -> list[bytes]:
     """Return the hashes of all *full* blocks of ``token_ids``, the first of them after ``parent``."""
-    tokens = np.asarray(token_ids, dtype="<u4")
+    tokens, size = np.asarray(token_ids, dtype="<u4").tobytes(), 4 * block_tokens
     hashes: list[bytes] = []
-    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        parent = chain(salt, parent, tokens[start : start + block_tokens])
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = _chain(salt, parent, tokens[start : start + size])
         hashes.append(parent)
     return hashes
 

@@ -49,7 +49,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """
     with torch.inference_mode():
         if logits.is_cuda:
-            return _batched(logits.float(), rows)
+            return _batched(logits, rows)
         return _sample(logits.float(), rows)
 
 

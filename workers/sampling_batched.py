@@ -21,13 +21,13 @@ _SORTED = 1024
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """Choose a token a row. ``logits``: (rows, vocabulary) float32, overwritten. Call it in inference mode."""
-    _adjust(logits, rows)
+    """Choose a token a row. ``logits``: (rows, vocabulary), any float type; overwritten where it is float32. Call it in inference mode."""
+    logits = _adjust(logits, rows)
     tokens = _lowest_argmax(logits)
     drawn = [at for at, row in enumerate(rows) if row.sampling.temperature >= GREEDY_BELOW]
     if drawn:
         index = _upload(np.array(drawn, np.int64), logits.device)
-        tokens[index] = _lowest_argmax(_perturbed(logits[index], [rows[at] for at in drawn]))
+        tokens[index] = _lowest_argmax(_perturbed(logits[index].float(), [rows[at] for at in drawn]))
     return [int(token) for token in tokens.tolist()]
 
 
@@ -44,8 +44,8 @@ def _lowest_argmax(logits: torch.Tensor) -> torch.Tensor:
     return best.clamp_(max=vocabulary - 1).to(torch.int64)
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Penalties, then the end-of-sequence ids that come too early."""
+def _adjust(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Return logits with penalties, and without end-of-sequence ids that come too early; ``logits`` itself where no row has any."""
     where: list[npt.NDArray[np.int64]] = []
     penalties: list[npt.NDArray[np.float32]] = []
     held: list[tuple[int, int]] = []
@@ -57,12 +57,15 @@ def _adjust(logits: torch.Tensor, rows: Sequence[Row]) -> None:
             penalties.append((presence + frequency * counts).astype(np.float32))
         if row.eos and len(row.output) < row.sampling.min_tokens:
             held += [(at, token) for token in sorted(row.eos)]
+    if where or held:
+        logits = logits.float()
     if where:
         place = _upload(np.concatenate(where, axis=1), logits.device)
         logits[place[0], place[1]] -= _upload(np.concatenate(penalties), logits.device)
     if held:
         place = _upload(np.array(held, np.int64).T.copy(), logits.device)
         logits[place[0], place[1]] = -torch.inf
+    return logits
 
 
 def _perturbed(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:

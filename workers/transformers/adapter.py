@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,6 +55,7 @@ class TransformersEngine:
         self._follower: tuple[LedgerReader, Follower] | None = None
         self._scheduler: Scheduler | None = None
         self._epoch = 0
+        self._first_step = False
         self._rejected: list[Rejected] = []
 
     # --- up to parked -----------------------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class TransformersEngine:
         limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
         if self._device.type == "cuda":
             self._tell("capturing graphs")
-            graphs = self._executor.capture(limits.max_batch, self._max_context, everything=not self._hurried)
+            graphs = self._executor.use_graphs(limits.max_batch, self._max_context, capture=not self._hurried)
             log.info("attention: %s, %d graphs", self._executor.kind.value, graphs)
         warming.run(self._executor, limits, geometry, self._max_context, loaded.vocabulary, everything=not self._hurried)
         loaded.codec.decode(loaded.codec.encode("Hello"))
@@ -178,6 +180,7 @@ class TransformersEngine:
             index=mirror.index,
         )
         self._epoch = ledger.epoch
+        self._first_step = True
         limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
         self._scheduler = Scheduler(pool, limits, ledger.header().salt)
         return pool.kept, pool.dropped
@@ -236,8 +239,8 @@ class TransformersEngine:
             everything = ids
         if not ids:
             raise PromptError("the prompt has no tokens", param)
-        wrong = next((token for token in everything if not 0 <= token < self._loaded.vocabulary), None)
-        if wrong is not None:
+        if min(everything) < 0 or max(everything) >= self._loaded.vocabulary:
+            wrong = next(token for token in everything if not 0 <= token < self._loaded.vocabulary)
             raise PromptError(f"token id {wrong} is outside the vocabulary of {self._loaded.vocabulary}", param)
         return tuple(ids)
 
@@ -261,9 +264,17 @@ class TransformersEngine:
 
     def step(self) -> StepResult:
         scheduler, result = self._active(), StepResult()
+        started = time.perf_counter()
         plan = scheduler.plan()
         if plan:
-            scheduler.commit(plan, self._compute(plan))
+            planned = time.perf_counter()
+            tokens = self._compute(plan)
+            computed = time.perf_counter()
+            scheduler.commit(plan, tokens)
+            if self._first_step:
+                self._first_step = False
+                count, spent = sum(chunk.count for chunk in plan), (planned - started, computed - planned)
+                log.info("first step: %d requests, %d tokens; %.1f ms to plan, %.1f ms to run", len(plan), count, *(1e3 * s for s in spent))
         result.events = [*self._rejected, *scheduler.take_events()]
         self._rejected = []
         result.progressed = bool(plan or result.events)

@@ -13,7 +13,7 @@ from shadowsup.workers.transformers.attention import NAME, GatherAttention, KvCa
 from shadowsup.workers.transformers.attention_cuda import KernelAttention, Kind, choose
 from shadowsup.workers.transformers.batch import Piece, StepBatch
 from shadowsup.workers.transformers.paging import paging_of
-from shadowsup.workers.transformers.step_graphs import StepGraphs
+from shadowsup.workers.transformers.step_graphs import Size, StepGraphs
 
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Of the largest logit: how far paged and plain logits may lie apart for the model to count as the same."""
@@ -32,24 +32,35 @@ class Executor:
         self.kind = choose(cache.shape, self._heads, device)
         self._graphs: StepGraphs | None = None
 
-    def capture(self, max_batch: int, max_context: int, *, everything: bool) -> int:
-        """Capture graphs for small steps; returns how many. There are none without the kernels.
+    def use_graphs(self, max_batch: int, max_context: int, *, capture: bool) -> int:
+        """Use graphs for small steps from now on; returns how many there are. None without the kernels.
 
-        The cache may have scratch behind it, or blocks that matter: nothing is written to it.
+        The cache may have scratch behind it, or blocks that matter: capturing writes nothing to it.
 
         Args:
-            everything: False: what is not captured now is when it is first needed.
+            capture: all of them now; else each when it is needed for the second time.
         """
         if self.kind is not Kind.KERNELS:
             return 0
-        graphs = StepGraphs(self.model, self.cache, self._heads, self.device, max_batch=max_batch, max_context=max_context)
+        self._graphs = StepGraphs(self.model, self.cache, self._heads, self.device, max_batch=max_batch, max_context=max_context)
+        if capture:
+            try:
+                self._graphs.capture()
+            except Exception as error:
+                self._without_graphs(error)
+        return self._graphs.count if self._graphs is not None else 0
+
+    def _ready(self, size: Size) -> bool:
         try:
-            graphs.capture(everything=everything)
-        except Exception as error:  # a model that asks the device something in the middle of a forward
-            log.warning("%s cannot be captured as CUDA graphs: it runs without (%s)", type(self.model).__name__, error)
-            return 0
-        self._graphs = graphs
-        return graphs.count
+            return self._graphs is not None and self._graphs.ready(size)
+        except Exception as error:
+            self._without_graphs(error)
+            return False
+
+    def _without_graphs(self, error: Exception) -> None:
+        """A model that asks the device something in the middle of a forward cannot be captured."""
+        log.warning("%s cannot be captured as CUDA graphs: it runs without (%s)", type(self.model).__name__, error)
+        self._graphs = None
 
     @torch.inference_mode()
     def forward(self, pieces: Sequence[Piece]) -> torch.Tensor:
@@ -60,7 +71,9 @@ class Executor:
         Raises:
             WorkerError: (fatal) the model cannot run on paged KV.
         """
-        if self._graphs is not None and (size := self._graphs.size_of(pieces)) is not None:
+        size = self._graphs.size_of(pieces) if self._graphs is not None else None
+        if size is not None and self._ready(size):
+            assert self._graphs is not None
             return self._graphs.run(size, pieces)
         shape = self.cache.shape
         batch = StepBatch(pieces, shape.block_tokens, device=self.device, dtype=shape.dtype)

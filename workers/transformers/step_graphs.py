@@ -49,8 +49,7 @@ class Size:
 
 
 class StepGraphs:
-    """``max_context``: tokens, the longest sequence. `run` must be followed by a wait for the device before it is called again; it captures
-    what `capture` has not."""
+    """``max_context``: tokens, the longest sequence. `run` must be followed by a wait for the device before it is called again."""
 
     def __init__(
         self, model: torch.nn.Module, cache: KvCache, heads: int, device: torch.device, *, max_batch: int, max_context: int
@@ -79,25 +78,27 @@ class StepGraphs:
         self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
         self._logits: torch.Tensor | None = None
         """(max_batch, vocabulary), of whichever graph ran last."""
+        self._wanted: set[Size] = set()
+        """Sizes that were asked for."""
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # One for all captures: a library keeps a workspace for each stream.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def count(self) -> int:
         return len(self._graphs)
 
-    def capture(self, *, everything: bool) -> None:
-        """Capture all, the largest first, whose memory the others then share; or one, to know that it can be done.
-
-        Raises whatever the model or torch raises.
-        """
-        for size in (*reversed(self._mixed), *reversed(self._decode)) if everything else self._decode[:1]:
+    def capture(self) -> None:
+        """Capture all, the largest first, whose memory the others then share. Raises whatever the model or torch raises."""
+        for size in (*reversed(self._mixed), *reversed(self._decode)):
             self._capture(size)
 
     @torch.inference_mode()
     def _capture(self, size: Size) -> None:
         self._stage(size, [])
         self._inputs.copy_(self._staged)
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream
+        assert stream is not None, "graphs are for GPUs"
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_RUNS):  # compiles, and loads what libraries load at a first call
@@ -116,11 +117,22 @@ class StepGraphs:
             return next((size for size in self._decode if count <= size.sequences), None)
         return next((size for size in self._mixed if tokens <= size.tokens and count <= size.sequences), None)
 
+    def ready(self, size: Size) -> bool:
+        """Return whether there is a graph of this size; one that `capture` has not captured is when it is asked for the second time.
+
+        Raises whatever the model or torch raises when it is captured.
+        """
+        if size not in self._graphs and size in self._wanted:
+            self._capture(size)
+        self._wanted.add(size)
+        return size in self._graphs
+
     @torch.inference_mode()
     def run(self, size: Size, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Queue the step; returns logits (S, vocabulary) of the pieces that sample, in their order, good until the next call."""
-        if size not in self._graphs:
-            self._capture(size)
+        """Queue the step; returns logits (S, vocabulary) of the pieces that sample, in their order, good until the next call.
+
+        ``size`` must be `ready`.
+        """
         used = self._stage(size, pieces)
         self._inputs[:used].copy_(self._staged[:used], non_blocking=True)
         for row, piece in enumerate(pieces):

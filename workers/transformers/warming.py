@@ -32,14 +32,15 @@ def run(executor: Executor, limits: Limits, geometry: KvGeometry, max_context: i
             _sample(executor.forward(steps.tails(rows, rows)))
         return
     if not everything:
-        _sample(executor.forward(steps.tails(1, 1)))
+        _greedy(executor.forward(steps.tails(8 * limits.max_batch, limits.max_batch)))
         return
     for total in (*(one for one in _TOTALS if one < limits.max_batch_tokens), limits.max_batch_tokens):
         executor.forward(steps.prompt(total))
         _sample(executor.forward(steps.tails(total, limits.max_batch)))
     executor.finish()
     torch.cuda.empty_cache()
-    _greedy(executor.forward(steps.tails(min(_KEPT_WARM, limits.max_batch_tokens), limits.max_batch)))
+    executor.forward(steps.tails(min(_KEPT_WARM, limits.max_batch_tokens), limits.max_batch))
+    executor.finish()
     log.info("device memory of tensors: %d MiB in use, %d MiB taken", *(size >> 20 for size in _tensors()))
 
 
