@@ -36,7 +36,7 @@ _FD_SPACE = socket.CMSG_SPACE(64 * array.array("i").itemsize)
 _UNTOLD = 1024
 """Ends of engines that are remembered while no supervisor is connected."""
 
-_SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 class _Closed(Exception):
