@@ -38,6 +38,10 @@ _UNTOLD = 1024
 
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 
+_HARMLESS = ("jemalloc_bg_thd",)
+"""Names of threads that hold nothing over a fork: jemalloc (pyarrow's, which scikit-learn and so transformers import where they are
+installed) takes its locks before a fork, and a child does without the thread."""
+
 
 class _Closed(Exception):
     """The supervisor's connection is of no use any more."""
@@ -331,8 +335,8 @@ def preload(name: str) -> float:
 
 
 def _threads() -> int:
-    """Return the threads of this process, Python's or not."""
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+    """Return the threads of this process, Python's or not, that a child could miss."""
+    return sum(name not in _HARMLESS for name in _thread_names())
 
 
 def _thread_names() -> list[str]:
