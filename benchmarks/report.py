@@ -17,8 +17,8 @@ from shadowsup.supervisor.bench.tables import Table, setting, tables
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
-ORDER = ("failover", "throughput", "neighbour", "gateway", "supervisor")
-"""Of the benches, each with a file of its name."""
+ORDER = ("failover", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor")
+"""Names of the files, without their ending."""
 
 
 def documents(folder: Path) -> list[dict[str, Any]]:
