@@ -55,6 +55,7 @@ class TransformersEngine:
         self._follower: tuple[LedgerReader, Follower] | None = None
         self._scheduler: Scheduler | None = None
         self._epoch = 0
+        self._threads = 1
         self._first_step = False
         self._rejected: list[Rejected] = []
 
@@ -144,6 +145,10 @@ class TransformersEngine:
     def warm(self, arena: KvArena) -> None:
         loaded, geometry = self._loaded, self._geometry
         assert loaded is not None and geometry is not None, "load comes first"
+        # One thread until it is promoted: a second team of threads on the cores of an active engine makes both wait at every barrier, for
+        # seconds where a step takes a tenth of one.
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         memory = tensors.as_bytes(arena.address, arena.size, self._device)
         self._executor = Executor(loaded.model, KvCache(memory, loaded.shape, geometry.blocks), self._device)
         self._mirror = IndexMirror(geometry.blocks)
@@ -171,6 +176,7 @@ class TransformersEngine:
         geometry = self.geometry()
         assert self._mirror is not None, "warm comes first"
         mirror, self._mirror, self._follower = self._mirror, None, None
+        torch.set_num_threads(self._threads)
         pool = KvPool(
             ledger,
             blocks=geometry.blocks,
