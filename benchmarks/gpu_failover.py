@@ -7,6 +7,7 @@ its own and stops it again; what is done is saved after each, so that a time lim
 * ``shadow``: an 8B Llama in bfloat16, a parked shadow; kills at several amounts of KV in use, with contexts of 32k tokens, of the keeper,
   and of keeper and engine together. bfloat16 is not batch-invariant: a stream that goes on another way than in the undisturbed run is
   counted as diverged, one that lost or repeated a token, broke or ended early as wrong.
+* ``often``: the same node with 2 GB of KV in use, and more kills, for the percentiles.
 * ``respawn``: the same with ``shadows: 0``.
 * ``plain``: the same engine without shadowsup, restarted at once.
 * ``throughput``: steady decoding on a node and without one, in turns.
@@ -240,6 +241,11 @@ async def shadow(found: dict[str, Any], factor: float) -> None:
         found["keeper and engine killed"] = await parts_killed(node, small, engine=True)
 
 
+async def often(found: dict[str, Any], factor: float) -> None:
+    async with a_node(eight_b("80GiB"), found) as node:
+        found["2 GB"] = await kills(node, plan_of(scaled(40, factor), 32, 480))
+
+
 async def respawn(found: dict[str, Any], factor: float) -> None:
     async with a_node(eight_b("12GiB"), found, Mode.RESPAWN) as node:
         found["2 GB"] = await kills(node, plan_of(scaled(5, factor), 32, 480))
@@ -257,6 +263,7 @@ async def steady(found: dict[str, Any], factor: float) -> None:
 
 SECTIONS: dict[str, Callable[[dict[str, Any], float], Awaitable[None]]] = {
     "shadow": shadow,
+    "often": often,
     "respawn": respawn,
     "exact": exact,
     "plain": without,
