@@ -6,7 +6,7 @@ its own and stops it again; what is done is saved after each, so that a time lim
 * ``exact``: the shape of SmolLM2-135M in float32 without TF32; every token is compared with an undisturbed run.
 * ``shadow``: an 8B Llama in bfloat16, a parked shadow; kills at several amounts of KV in use, with contexts of 32k tokens, of the keeper,
   and of keeper and engine together. bfloat16 is not batch-invariant: a stream that goes on another way than in the undisturbed run is
-  counted as diverged, one that lost or repeated a token, broke or ended early as wrong.
+  counted as diverged and not compared from there on, one that broke or ended early as wrong.
 * ``often``: the same node with 2 GB of KV in use, and more kills, for the percentiles.
 * ``respawn``: the same with ``shadows: 0``.
 * ``plain``: the same engine without shadowsup, restarted at once.

@@ -1,7 +1,7 @@
 """Write the results in ``benchmarks/results/*.json`` into the README, between its markers.
 
-python benchmarks/report.py            rewrites the block
-python benchmarks/report.py --check    exits with 1 when the block is not what the files say
+python benchmarks/report.py            rewrites the blocks
+python benchmarks/report.py --check    exits with 1 when a block is not what the files say
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shadowsup.supervisor.bench.tables import Table, setting, tables
+from shadowsup.supervisor.bench.tables import Table, milliseconds, setting, tables
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- results -->", "<!-- /results -->"
 ORDER = ("failover", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor")
+GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2")
 """Names of the files, without their ending."""
 
+SMALL_KV_OF_TOKEN = 2 * 30 * 3 * 64 * 4
+"""Bytes of K and V that a token takes in the shape of SmolLM2-135M: layers, KV heads, head size, float32."""
 
-def documents(folder: Path) -> list[dict[str, Any]]:
+
+def documents(folder: Path, names: Sequence[str] = ORDER) -> list[dict[str, Any]]:
     """Return the results that there are, in order."""
-    files = [folder / f"{name}.json" for name in ORDER]
+    files = [folder / f"{name}.json" for name in names]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
@@ -46,16 +49,117 @@ def _markdown(table: Table) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def replaced(readme: str, text: str) -> str:
-    """Return ``readme`` with ``text`` between the markers.
+def gpu_block(found: Sequence[dict[str, Any]]) -> str:
+    """Return what stands between the markers of the GPU, from documents of `gpu_failover.py`; nothing where there are no results."""
+    if not found:
+        return ""
+    table = gpu_table(found)
+    runs = "one run" if len(found) == 1 else f"{len(found)} runs"
+    text = f"\n### On an H200\n\nBy [benchmarks/gpu_failover.py](benchmarks/gpu_failover.py), {runs}.\n"
+    text += f"\n**{table.title}**\n\n{_markdown(table)}\n\n"
+    text += "".join(f"- {note}\n" for note in table.notes)
+    settings = dict.fromkeys(setting(document) for document in found)
+    return text + "".join(f"\n<sub>{line}.</sub>\n" for line in settings) + "\n"
+
+
+def gpu_table(found: Sequence[dict[str, Any]]) -> Table:
+    """Return a row for each case of each document."""
+    sections = [section for document in found for section in document["sections"].items()]
+    cases = [(name, case, result) for name, section in sections for case, result in section.items() if _is_case(result)]
+    rows = [_gpu_row(*case) for order in ("exact", "often", "shadow", "respawn", "plain") for case in cases if case[0] == order]
+    columns = ("killed, then", "KV in use", "streams", "kills", "token p50", "p99", "max", "death seen", "broken", "wrong", "diverged")
+    return Table(title="Failover, seen by each client", columns=columns, rows=rows, notes=_gpu_notes(sections))
+
+
+def _is_case(result: Any) -> bool:
+    return isinstance(result, dict) and "wrong" in result
+
+
+def _gpu_row(section: str, case: str, result: Mapping[str, Any]) -> list[str]:
+    names = {"exact": "shadow, SmolLM2's shape, float32", "respawn": "no shadow: respawn", "plain": "plain restart"}
+    special = {"32k context": "shadow, contexts of 32k", "after that": "shadow, keeper restarted before"}
+    token, plan = result.get("client", result)["each_stream_ms"], result.get("plan")
+    if plan is None:  # a kill of the keeper; nothing to compare its streams with, only counted
+        name = f"{case.removesuffix(' killed')}: shadow" if "engine" in case else f"{case.removesuffix(' killed')} alone"
+        return [name, "–", f"{result['longest_gap_ms']['n']}", "1", *_ranks(token), "–", "–", f"{len(result['wrong'])}", "–"]
+    in_use = result.get("kv_in_use") or (sum(result["prompt_tokens"]) * SMALL_KV_OF_TOKEN if section == "exact" else None)
+    seen = result["node_ms"]["death_seen"]
+    return [
+        names.get(section, special.get(case, "shadow")),
+        f"{in_use / 1e9:.1f} GB" if in_use else "–",
+        f"{plan['streams']}",
+        f"{plan['kills']}",
+        *_ranks(token),
+        milliseconds(seen and seen["p50"]),
+        f"{result['streams_broken']} of {result['streams_killed']}",
+        f"{sum(len(one['what']) if isinstance(one, dict) else 1 for one in result['wrong'])}",
+        f"{result['diverged']} of {result['streams_killed']}" if "diverged" in result else "–",
+    ]
+
+
+def _ranks(figures: Mapping[str, float]) -> list[str]:
+    return [milliseconds(figures[rank]) for rank in ("p50", "p99", "max")]
+
+
+def _gpu_notes(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for name, section in sections:
+        by_name.setdefault(name, []).append(section)
+    often = [section for name in ("often", "shadow") for section in by_name.get(name, ())]
+    checked = sum(section["kills"]["tokens_checked"] for section in by_name.get("exact", ()) if "kills" in section)
+    notes = [
+        "An 8B Llama's shape in bfloat16, random weights, but for the rows in float32. "
+        "A kill is a SIGKILL to the active engine under load.",
+        "Token: from the kill to the next token, over all streams of all kills of a row. Streams of one kill resume together: "
+        "with few kills p99 says little more than the maximum.",
+        "Diverged: in bfloat16 a step's rounding depends on who is in the batch, and random weights leave the logits nearly even, so that "
+        "a stream goes on with other tokens than undisturbed. What comes then is not compared; wrong are errors and early ends there. "
+        "That tokens are right is what the rows in float32 show.",
+    ]
+    if checked:
+        notes.insert(
+            2,
+            f"In float32 each of {checked:,} tokens was compared with an undisturbed run; wrong: streams with one lost or changed.",
+        )
+    plain = [section["2 GB"] for section in by_name.get("plain", ()) if "2 GB" in section]
+    with_shadow = [section["2 GB"] for section in often if "2 GB" in section]
+    if with_shadow and plain:
+        client, count = plain[0]["client"], plain[0]["plan"]["kills"]
+        times = client["each_stream_ms"]["p50"] / with_shadow[0]["client"]["each_stream_ms"]["p50"]
+        notes.append(
+            f"Plain restart ({count} kill{'s' if count > 1 else ''}): the same engine without shadowsup, restarted at once. Its clients "
+            f"ask again and wait {times:.0f} times as long for a token as with a shadow (medians), and "
+            f"{milliseconds(client['caught_up_ms']['p50'])} for one that they did not have. "
+            "Weights are made on the device, not read from a disk."
+        )
+    for steady in by_name.get("throughput", ()):
+        plan, medians = steady["plan"], steady["median_tokens_per_s"]
+        spread = {name: f"{min(rates):,.0f} to {max(rates):,.0f}" for name, rates in steady["tokens_per_s"].items()}
+        notes.append(
+            f"Steady decoding, {plan['streams']} streams, {plan['rounds']} rounds in turns: {medians['node']:,.0f} tokens/s on a node "
+            f"({spread['node']}), {medians['plain']:,.0f} without ({spread['plain']}); with shadowsup {steady['ratio']:.1%} of without."
+        )
+    memory = [section["memory"] for section in often if "memory" in section]
+    if memory:
+        parked = ", ".join(dict.fromkeys(f"{one['shadow'] / 1e9:.2f} GB" for one in memory))
+        kept = ", ".join(dict.fromkeys(f"{one['kept'] / 1e9:.0f} GB" for one in memory))
+        notes.append(
+            f"A parked shadow of the 8B shape takes {parked} of the device, besides {kept} of weights and KV that all engines share."
+        )
+    return notes
+
+
+def replaced(readme: str, text: str, name: str = "results") -> str:
+    """Return ``readme`` with ``text`` between the markers ``name``.
 
     Raises:
-        ValueError: it has no markers, or several.
+        ValueError: it has no such markers, or several.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"the README needs exactly one {BEGIN} and one {END}")
-    before, _, rest = readme.partition(BEGIN)
-    return f"{before}{BEGIN}\n{text}{END}{rest.partition(END)[2]}"
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if readme.count(begin) != 1 or readme.count(end) != 1:
+        raise ValueError(f"the README needs exactly one {begin} and one {end}")
+    before, _, rest = readme.partition(begin)
+    return f"{before}{begin}\n{text}{end}{rest.partition(end)[2]}"
 
 
 def main(arguments: Sequence[str], root: Path = ROOT) -> int:
@@ -64,7 +168,9 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     options = parser.parse_args(arguments)
     path = root / "README.md"
     before = path.read_text()
-    after = replaced(before, block(documents(root / "benchmarks" / "results")))
+    results = root / "benchmarks" / "results"
+    after = replaced(before, block(documents(results)))
+    after = replaced(after, gpu_block(documents(results, GPU_ORDER)), "results-gpu")
     if before == after:
         return 0
     if options.check:

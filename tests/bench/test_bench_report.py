@@ -18,6 +18,7 @@ from shadowsup.supervisor.bench.tables import milliseconds, setting, tables
 from shadowsup.supervisor.cli.output import Column, table
 
 ROOT = Path(__file__).parents[2]
+GPU_MARKERS = "<!-- results-gpu -->\n<!-- /results-gpu -->\n"
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_a_stale_readme_is_found_and_brought_up_to_date(
 ) -> None:
     (tmp_path / "benchmarks/results").mkdir(parents=True)
     readme = tmp_path / "README.md"
-    readme.write_text("# before\n<!-- results -->\nold figures\n<!-- /results -->\nafter\n")
+    readme.write_text(f"# before\n<!-- results -->\nold figures\n<!-- /results -->\n{GPU_MARKERS}after\n")
     (tmp_path / "benchmarks/results/failover.json").write_text(json.dumps(failover))
     assert report.main(["--check"], tmp_path) == 1
     assert "python benchmarks/report.py" in capsys.readouterr().err
@@ -77,7 +78,7 @@ def test_a_stale_readme_is_found_and_brought_up_to_date(
     assert report.main(["--check"], tmp_path) == 0
     text = readme.read_text()
     assert text.startswith("# before\n<!-- results -->\n")
-    assert text.endswith("<!-- /results -->\nafter\n")
+    assert text.endswith(f"<!-- /results -->\n{GPU_MARKERS}after\n")
     assert "old figures" not in text
     assert "| shadow | 180 ms | 360 ms | 210 ms | 630 ms | 0 of 16 | 0 | 100% |" in text
     assert "| plain restart | 180 ms | 360 ms | 210 ms | 630 ms | 16 of 16 | 0 | 0% |" in text
@@ -86,7 +87,7 @@ def test_a_stale_readme_is_found_and_brought_up_to_date(
 
 def test_without_results_the_block_is_empty(report: ModuleType, tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text("<!-- results -->\n<!-- /results -->\n")
+    readme.write_text(f"<!-- results -->\n<!-- /results -->\n{GPU_MARKERS}")
     assert report.main(["--check"], tmp_path) == 0
 
 
@@ -94,6 +95,74 @@ def test_a_readme_without_markers_is_not_touched(report: ModuleType, tmp_path: P
     (tmp_path / "README.md").write_text("no markers\n")
     with pytest.raises(ValueError, match="exactly one"):
         report.main([], tmp_path)
+
+
+@pytest.mark.parametrize("missing", ["<!-- results -->\n", "<!-- /results-gpu -->\n"])
+def test_a_readme_with_half_of_the_markers_is_not_touched(report: ModuleType, tmp_path: Path, missing: str) -> None:
+    text = f"<!-- results -->\n<!-- /results -->\n{GPU_MARKERS}".replace(missing, "")
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(ValueError, match="exactly one"):
+        report.main([], tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+
+
+@pytest.fixture
+def on_a_gpu() -> list[dict[str, Any]]:
+    """Two documents of gpu_failover.py."""
+    plan = {"kills": 2, "streams": 8}
+    loaded = {**MODE, "plan": plan, "wrong": [], "diverged": 3, "kv_in_use": 2_000_000_000}
+    exact = {**MODE, "plan": plan, "wrong": [{"kill": 1, "what": ["token 3 of 96 differs"]}]}
+    plain = {**PLAIN, "plan": plan, "node_ms": {"death_seen": None}, "diverged": 16}
+    keeper = {"wrong": ["HTTP 503"], "longest_gap_ms": ranks(5.0), "each_stream_ms": ranks(40.0), "healthy_after_s": 1.0}
+    memory = {"kept": 102_000_000_000, "shadow": 1_050_000_000}
+    rates = {"node": [90.0, 110.0], "plain": [100.0, 104.0]}
+    steady = {
+        "plan": {"streams": 8, "rounds": 2},
+        "tokens_per_s": rates,
+        "median_tokens_per_s": {"node": 100.0, "plain": 102.0},
+        "ratio": 0.98,
+    }
+    sections: list[dict[str, Any]] = [
+        {"shadow": {"memory": memory, "2 GB": loaded, "keeper killed": keeper, "recoveries": []}, "plain": {"2 GB": plain}},
+        {"exact": {"kills": exact}, "throughput": steady, "often": {"failed": "TimeoutError: "}},
+    ]
+    return [machine.document("gpu_failover", {"1m": 0.1, "5m": 0.1, "quiet": True}, {"factor": 1.0, "sections": one}) for one in sections]
+
+
+def test_the_runs_on_a_gpu_make_one_table(report: ModuleType, on_a_gpu: list[dict[str, Any]]) -> None:
+    made = report.gpu_table(on_a_gpu)
+    assert all(len(row) == len(made.columns) for row in made.rows)
+    # SmolLM2's 46,080 bytes a token; a stream that differs in float32 is wrong, in bfloat16 it has diverged.
+    assert made.rows == [
+        ["shadow, SmolLM2's shape, float32", "0.1 GB", "8", "2", "190 ms", "380 ms", "570 ms", "1.00 ms", "0 of 16", "1", "–"],
+        ["shadow", "2.0 GB", "8", "2", "190 ms", "380 ms", "570 ms", "1.00 ms", "0 of 16", "0", "3 of 16"],
+        ["keeper alone", "–", "4", "1", "40.0 ms", "80.0 ms", "120 ms", "–", "–", "1", "–"],
+        ["plain restart", "–", "8", "2", "190 ms", "380 ms", "570 ms", "–", "16 of 16", "0", "16 of 16"],
+    ]
+    notes = "\n".join(made.notes)
+    assert "each of 4,096 tokens was compared" in notes
+    assert "Plain restart (2 kills)" in notes
+    assert "wait 1 times as long" in notes
+    assert "100 tokens/s on a node (90 to 110), 102 without (100 to 104); with shadowsup 98.0% of without" in notes
+    assert "takes 1.05 GB of the device, besides 102 GB" in notes
+
+
+def test_the_block_of_the_gpu_is_checked_too(
+    report: ModuleType, tmp_path: Path, on_a_gpu: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    readme = tmp_path / "README.md"
+    readme.write_text(f"<!-- results -->\n<!-- /results -->\n{GPU_MARKERS}after\n")
+    for name, document in zip(report.GPU_ORDER, on_a_gpu, strict=True):
+        (tmp_path / f"benchmarks/results/{name}.json").write_text(json.dumps(document))
+    assert report.main(["--check"], tmp_path) == 1
+    assert report.main([], tmp_path) == 0
+    assert report.main(["--check"], tmp_path) == 0
+    text = readme.read_text()
+    assert text.startswith("<!-- results -->\n<!-- /results -->\n<!-- results-gpu -->\n\n### On an H200\n")
+    assert text.endswith("<!-- /results-gpu -->\nafter\n")
+    assert text.count("<sub>") == 1  # both on the same machine
+    assert "python benchmarks/report.py" in capsys.readouterr().err
 
 
 def test_a_wrong_stream_is_counted_in_the_table(failover: dict[str, Any]) -> None:
