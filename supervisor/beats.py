@@ -19,7 +19,7 @@ from shadowsup.wire.engine import Order, Report, decode_report, encode
 GATEWAY = "gateway"
 MAX_BATCH = 1000
 """Messages taken at once before the loop gets its turn."""
-QUIET_S = 0.04
+QUIET_S = 0.1
 """Between two reads while only routine beats come in. No death is seen later for it: those have lifelines and pidfds."""
 ALERT_S = 1.0
 """After news every message is read at once for this long: more is to come, and a failover may wait for it."""
@@ -58,10 +58,14 @@ class BeatRouter:
         """Take what has arrived, return how much. Also called before a verdict on silence, so that nothing waits unread."""
         for taken in range(MAX_BATCH):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                peer = self._socket.recv(zmq.NOBLOCK)
+                payload = self._socket.recv(zmq.NOBLOCK)
+                if self._socket.rcvmore:  # messages arrive whole, so the rest of this one is there
+                    self._socket.recv_multipart(zmq.NOBLOCK)
+                    payload = b""
             except zmq.ZMQError:  # nothing more, or closed
                 return taken
-            self._take(frames)
+            self._take(peer, payload)
         self._wake(0.0)
         return MAX_BATCH
 
@@ -120,14 +124,14 @@ class BeatRouter:
                 return
             self._wake(0.0)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, identity: bytes, payload: bytes) -> None:
         try:
-            report = decode_report(frames[-1])
+            report = decode_report(payload)
         except msgspec.MsgspecError as error:
             self.rejected += 1
-            log.warning("%r sent no report: %s", frames[0], error)
+            log.warning("%r sent no report: %s", identity, error)
             return
-        peer = frames[0].decode(errors="replace")
+        peer = identity.decode(errors="replace")
         name = getattr(report, "engine", GATEWAY)
         if name != peer:
             # Nobody speaks for another engine: a confused process must not confuse the policy.
