@@ -34,7 +34,10 @@ def block(found: Sequence[dict[str, Any]]) -> str:
     """Return what stands between the markers; nothing where there are no results."""
     if not found:
         return ""
-    about = "By `shadowsup bench failover` and its siblings; [benchmarks/README.md](benchmarks/README.md) says what each figure means and what it does not."
+    about = (
+        "By `shadowsup bench failover` and its siblings; [benchmarks/README.md](benchmarks/README.md) says what each figure means and what it"
+        " does not."
+    )
     text = f"\n## Measured\n\n{about}\n"
     for document in found:
         for table in tables(document):
