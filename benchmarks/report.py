@@ -35,8 +35,8 @@ def block(found: Sequence[dict[str, Any]]) -> str:
     if not found:
         return ""
     about = (
-        "By `shadowsup bench failover` and its siblings; [benchmarks/README.md](benchmarks/README.md) says what each figure means and what it"
-        " does not."
+        "By `shadowsup bench failover` and its siblings; [benchmarks/README.md](benchmarks/README.md) says what each figure means"
+        " and what it does not."
     )
     text = f"\n## Measured\n\n{about}\n"
     for document in found:
