@@ -19,7 +19,9 @@ from pathlib import Path
 from shadowsup.robust_mutex import RobustMutex
 
 LOOK_S = 0.05
-"""Between two looks whether an engine that has just started holds its end."""
+MOST_LOOK_S = 2.0
+"""Between two looks whether an engine that has just started holds its end: doubles from the first to the most, so that one that never
+takes it costs next to nothing."""
 FREEZE_LOOK_S = 0.0002
 FREEZE_FOR_S = 0.1
 
@@ -52,9 +54,11 @@ class Tether:
 
         def wait() -> None:
             try:
+                pause_s = LOOK_S
                 while not self._mutex.held:
-                    if self._over.wait(LOOK_S):
+                    if self._over.wait(pause_s):
                         return
+                    pause_s = min(2 * pause_s, MOST_LOOK_S)
                 if self._mutex.wait_for_death():
                     tell(died)
                     if left_its_memory(pid, FREEZE_FOR_S):
