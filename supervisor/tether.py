@@ -19,7 +19,7 @@ from pathlib import Path
 from shadowsup.robust_mutex import RobustMutex
 
 LOOK_S = 0.05
-MOST_LOOK_S = 2.0
+MOST_LOOK_S = 30.0
 """Between two looks whether an engine that has just started holds its end: doubles from the first to the most, so that one that never
 takes it costs next to nothing."""
 FREEZE_LOOK_S = 0.0002
