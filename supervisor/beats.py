@@ -19,7 +19,7 @@ from shadowsup.wire.engine import Order, Report, decode_report, encode
 GATEWAY = "gateway"
 MAX_BATCH = 1000
 """Messages taken at once before the loop gets its turn."""
-QUIET_S = 0.1
+QUIET_S = 0.2
 """Between two reads while only routine beats come in. No death is seen later for it: those have lifelines and pidfds."""
 ALERT_S = 1.0
 """After news every message is read at once for this long: more is to come, and a failover may wait for it."""
