@@ -73,6 +73,8 @@ class WorkerOwner:
     # --- events -----------------------------------------------------------------------------------------------------------------
 
     def put(self, event: m.WorkerEvent) -> None:
+        if isinstance(event, m.Died):
+            self._node.beats.drain()  # its last words, which say why, lie there before the news of its end
         self._queue.put_nowait(event)
         if not isinstance(event, m.Tick):
             self._node.beats.alert()
