@@ -1,7 +1,7 @@
 """Sees an engine's death before the kernel has taken its memory apart.
 
-A dying process is torn down address space first, files second: with a gigabyte mapped in pages of 4 KiB, its sockets end 50 to
-130 ms after a SIGKILL (two busy cores, `benchmarks/host_death.py`), and so does a lifeline. The engine's main thread therefore holds a
+A dying process is torn down address space first, files second: with a gigabyte mapped in pages of 4 KiB, its sockets end some
+50 ms after a SIGKILL (two busy cores, `benchmarks/host_death.py`), and so does a lifeline. The engine's main thread therefore holds a
 robust mutex, whose waiter the kernel wakes at the very start. What remains to be known is that no other thread still runs: each of them
 shows an empty ``/proc/PID/task/TID/statm`` as soon as it has left its address space, after which it can execute nothing in it. Then the
 memory is frozen, though it is not unmapped yet.
