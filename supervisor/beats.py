@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from shadowsup.wire.engine import Order, Report, decode_report, encode
+from shadowsup.wire.sensor import SENSOR, SensorBeat
 
 GATEWAY = "gateway"
 MAX_BATCH = 1000
@@ -132,7 +133,7 @@ class BeatRouter:
             log.warning("%r sent no report: %s", identity, error)
             return
         peer = identity.decode(errors="replace")
-        name = getattr(report, "engine", GATEWAY)
+        name = SENSOR if isinstance(report, SensorBeat) else getattr(report, "engine", GATEWAY)
         if name != peer:
             # Nobody speaks for another engine: a confused process must not confuse the policy.
             self.rejected += 1

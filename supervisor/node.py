@@ -30,6 +30,7 @@ from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
+from shadowsup.supervisor.node_sensor import SensorPart
 from shadowsup.supervisor.node_worker import WorkerOwner, tell_when_up
 from shadowsup.supervisor.part_process import PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
@@ -43,12 +44,16 @@ from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.subreaper import Reaper
 from shadowsup.wire.engine import GatewayBeat, Report, Routes
 from shadowsup.wire.gateway import GatewaySpec
+from shadowsup.wire.sensor import GpuNews, SensorBeat
 
 PART_START_S = 30.0
 STOP_MARGIN_S = 30.0
 """Beyond a worker's stop timeout: what its engines' ends have bounds for, each. Nothing waits for ever."""
 OBSERVE_S = 5.0
 """One engine's tree is looked at this often, in turn."""
+
+SENSOR_LOOK_S = 2.0
+"""How often the age of the sensor's readings is looked at."""
 
 log = logging.getLogger("shadowsup.node")
 
@@ -91,6 +96,7 @@ class Node:
         self.scribe: ScribePart | None = None
         self.keeper: KeeperPart | None = None
         self.gateway: GatewayPart | None = None
+        self.sensor: SensorPart | None = None
         self.gpus: list[dict[str, Any]] = []
         self.listen = port_of(sockets)
         self._sockets = sockets
@@ -191,6 +197,10 @@ class Node:
         )
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
         self.gateway.start()
+        if self.gpus:
+            self.sensor = SensorPart(self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self._gpu_news)
+            self.sensor.start()
+            self.run_task(self._watch_sensor(self.sensor))
         if plans.backend is not None:
             self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus)
             self.keeper.start()
@@ -260,6 +270,8 @@ class Node:
                 left = ", ".join(policy.engines)
                 self.journal.add("worker.stuck", f"{owner.name} did not stop: {left} left", level="error", worker=owner.name)
                 self._report(f"worker {owner.name} did not stop: {left} left")
+        if self.sensor is not None:
+            await self.sensor.stop()
         for nursery in self.nurseries:
             await nursery.stop()
         if self.keeper is not None:
@@ -276,7 +288,7 @@ class Node:
     async def _close(self) -> None:
         for owner in self.workers.values():
             owner.close()
-        for part in (self.scribe, self.keeper, self.gateway, *self.nurseries):
+        for part in (self.scribe, self.keeper, self.gateway, self.sensor, *self.nurseries):
             if part is not None:
                 part.close()
         for task in list(self._tasks):
@@ -297,6 +309,8 @@ class Node:
             if first:
                 self._routes.publish()
             return first
+        if isinstance(report, SensorBeat):
+            return self.sensor is not None and self.sensor.take_beat(report)
         owner = self.workers.get(peer.rpartition(".")[0])
         return owner is not None and owner.report(report)
 
@@ -349,6 +363,16 @@ class Node:
                 await engine.observe()
                 await asyncio.sleep(OBSERVE_S)
             await asyncio.sleep(OBSERVE_S)
+
+    async def _watch_sensor(self, sensor: SensorPart) -> None:
+        while True:
+            await asyncio.sleep(SENSOR_LOOK_S)
+            sensor.end_if_silent(time.monotonic())
+
+    def _gpu_news(self, news: GpuNews) -> None:
+        index = next((gpu["index"] for gpu in self.gpus if gpu["uuid"] == news.uuid), "?")
+        data = {"gpu_uuid": news.uuid, "number": news.number}
+        self.journal.add(f"gpu.{news.kind.value}", f"GPU {index} ({news.uuid}): {news.text}", level="warning", data=data)
 
     def _write_record(self) -> None:
         record = {

@@ -20,6 +20,7 @@ from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report, Stop
+from shadowsup.wire.sensor import SensorBeat
 
 log = logging.getLogger("shadowsup.worker")
 
@@ -90,7 +91,7 @@ class WorkerOwner:
             if actions:
                 self._carry_out(actions)
             return bool(actions)
-        if not isinstance(report, GatewayBeat):
+        if not isinstance(report, (GatewayBeat, SensorBeat)):
             self.put(m.Reported(report))
         return True
 

@@ -11,6 +11,7 @@ import msgspec
 
 from shadowsup.supervisor.config import WorkerConfig
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart
+from shadowsup.supervisor.node_sensor import SensorPart, gpu_status
 from shadowsup.supervisor.node_worker import WorkerOwner
 from shadowsup.supervisor.policy.model import EngineRecord, WorkerState
 from shadowsup.supervisor.policy.part import PartState
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 def status(node: Node) -> dict[str, Any]:
     """Return the answer to ``status`` (interface: status -o json)."""
     now_s = time.monotonic()
+    kept = kept_by_device(node.keeper) if node.gpus else {}
+    pids = [record.pid for owner in node.workers.values() for record in owner.policy.engines.values() if record.pid is not None]
     return {
         "schema": SCHEMA,
         "event": node.journal.last,
@@ -40,15 +43,39 @@ def status(node: Node) -> dict[str, Any]:
         },
         "memkeeper": keeper_status(node.keeper),
         "nursery": [nursery_status(nursery) for nursery in node.nurseries],
-        "sensor": {"state": PartState.STOPPED.value, "pid": None},
+        "sensor": sensor_status(node.sensor, now_s),
         "gateway": gateway_status(node.gateway, node.listen),
         "scribe": scribe_status(node.scribe),
         "workers": [
             worker_status(node.workers[worker.name], node.recoveries, now_s) if worker.name in node.workers else unstarted_status(worker)
             for worker in node.config.workers
         ],
-        "gpus": list(node.gpus),
+        "gpus": [gpu_status(gpu, node.sensor, kept.get(gpu["uuid"], {}), pids, now_s) for gpu in node.gpus],
     }
+
+
+def sensor_status(sensor: SensorPart | None, now_s: float) -> dict[str, Any]:
+    """Return the sensor; there is none on a node without GPUs. ``age_s``: of its readings."""
+    if sensor is None:
+        return {"state": PartState.STOPPED.value, "pid": None}
+    age_s = sensor.age_s(now_s)
+    return {
+        "state": sensor.state.value,
+        "pid": sensor.pid,
+        "age_s": round(age_s, 3) if age_s is not None else None,
+        "stale": sensor.stale(now_s),
+        "restarts": sensor.policy.restarts,
+        "reason": sensor.policy.reason,
+    }
+
+
+def kept_by_device(keeper: KeeperPart | None) -> dict[str, dict[str, int]]:
+    """Return device UUID → kind of segment → bytes of kept memory."""
+    found: dict[str, dict[str, int]] = {}
+    for segment in keeper.segments() if keeper is not None else []:
+        kinds = found.setdefault(segment.manifest.device, {})
+        kinds[segment.manifest.kind.value] = kinds.get(segment.manifest.kind.value, 0) + segment.manifest.size
+    return found
 
 
 def scribe_status(scribe: ScribePart | None) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import enum
 
 import msgspec
 
+from shadowsup.wire.sensor import SensorBeat
+
 SPEC_VARIABLE = "SHADOWSUP_SPEC"
 """Environment of an engine that is started by a command line of the user's own: the path of its `EngineSpec`."""
 
@@ -181,7 +183,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, kw_only=True, tag="gateway_beat")
     """Of the routing table in force; a beat comes at once when it changes. 0: none yet."""
 
 
-Report = Beat | Promoted | FirstToken | Fenced | Failed | GatewayBeat
+Report = Beat | Promoted | FirstToken | Fenced | Failed | GatewayBeat | SensorBeat
 """Everything that arrives at the supervisor's ROUTER."""
 
 
