@@ -87,7 +87,7 @@ class Node:
         config_path: str = "",
     ) -> None:
         self.config = config
-        self._config_path = config_path
+        self.config_path = config_path
         self.paths = paths
         self.state = NodeState.STARTING
         self.began_s = time.monotonic()
@@ -382,7 +382,7 @@ class Node:
             "state_dir": str(self.paths.state),
             "logs_dir": str(self.paths.logs),
             "listen": self.listen,
-            "config": self._config_path,
+            "config": self.config_path,
         }
         write_private(self.paths.record, msgspec.json.format(msgspec.json.encode(record)))
 

@@ -19,6 +19,7 @@ from shadowsup.supervisor.policy.model import PLANNED, WorkerState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
+from shadowsup.supervisor.since import Since
 from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report, Stop
 from shadowsup.wire.sensor import SensorBeat
 
@@ -65,6 +66,7 @@ class WorkerOwner:
         """Set, and replaced by a new one, after each event: for those who wait for a state."""
         self._node = node
         self.nursery = nursery
+        self.since = Since(time.monotonic())
         self._queue: asyncio.Queue[m.WorkerEvent] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -160,6 +162,7 @@ class WorkerOwner:
             except Exception:
                 # Each is said once: one that cannot be carried out must not take those behind it along (a fence, a promotion).
                 log.exception("worker %s: %s could not be carried out", self.name, action)
+        self.since.note(self.policy, time.monotonic())
         self._set_timer()
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()

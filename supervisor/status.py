@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shadowsup.supervisor import usage
 from shadowsup.supervisor.config import WorkerConfig
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart
 from shadowsup.supervisor.node_sensor import SensorPart, gpu_status
 from shadowsup.supervisor.node_worker import WorkerOwner
 from shadowsup.supervisor.policy.model import EngineRecord, WorkerState
 from shadowsup.supervisor.policy.part import PartState
+from shadowsup.supervisor.policy.restart import NextStart
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA, Recovery
 from shadowsup.supervisor.recovery import RecoveryBook
@@ -27,11 +29,18 @@ if TYPE_CHECKING:
 def status(node: Node) -> dict[str, Any]:
     """Return the answer to ``status`` (interface: status -o json)."""
     now_s = time.monotonic()
-    kept = kept_by_device(node.keeper) if node.gpus else {}
+    kept = kept_by_device(node.keeper)
     pids = [record.pid for owner in node.workers.values() for record in owner.policy.engines.values() if record.pid is not None]
+    workers = [
+        worker_status(node.workers[worker.name], node.recoveries, now_s) if worker.name in node.workers else unstarted_status(worker)
+        for worker in node.config.workers
+    ]
+    private = sum(engine["memory"] for worker in workers for engine in worker["engines"])
     return {
         "schema": SCHEMA,
         "event": node.journal.last,
+        "mono_s": round(now_s, 4),
+        "time_s": round(time.time(), 3),
         "node": {
             "name": node.config.node.name,
             "state": node.state.value,
@@ -39,6 +48,7 @@ def status(node: Node) -> dict[str, Any]:
             "uptime_s": round(now_s - node.began_s, 3),
             "runtime_dir": str(node.paths.runtime),
             "state_dir": str(node.paths.state),
+            "config": node.config_path,
             "events_lost": node.journal.lost,
         },
         "memkeeper": keeper_status(node.keeper),
@@ -46,11 +56,9 @@ def status(node: Node) -> dict[str, Any]:
         "sensor": sensor_status(node.sensor, now_s),
         "gateway": gateway_status(node.gateway, node.listen),
         "scribe": scribe_status(node.scribe),
-        "workers": [
-            worker_status(node.workers[worker.name], node.recoveries, now_s) if worker.name in node.workers else unstarted_status(worker)
-            for worker in node.config.workers
-        ],
+        "workers": workers,
         "gpus": [gpu_status(gpu, node.sensor, kept.get(gpu["uuid"], {}), pids, now_s) for gpu in node.gpus],
+        "host": usage.host(kept.get(usage.HOST, {}), private),
     }
 
 
@@ -135,9 +143,13 @@ def worker_status(owner: WorkerOwner, recoveries: RecoveryBook, now_s: float) ->
         "source": config.model or "",
         "state": policy.state.value,
         "reason": policy.reason,
+        "since_s": round(now_s - owner.since.worker_s, 3),
         "epoch": policy.epoch,
         "shadows": policy.settings.shadows,
-        "engines": [engine_status(record, now_s) for record in policy.engines.values()],
+        "gpus": list(policy.settings.gpus),
+        "restarts": max(0, policy.started - 1 - policy.settings.shadows),
+        "backoff": backoff_status(policy.backoff, now_s),
+        "engines": [engine_status(record, now_s, owner.since.engines_s.get(record.id)) for record in policy.engines.values()],
         "kv": kv_status(kv),
         "tokens_total": beat.tokens_total if beat is not None else 0,
         "queued": beat.queued if beat is not None else 0,
@@ -158,15 +170,27 @@ def unstarted_status(config: WorkerConfig) -> dict[str, Any]:
         "source": config.model or "",
         "state": WorkerState.STARTING.value,
         "reason": "",
+        "since_s": None,
         "epoch": 0,
         "shadows": config.shadows,
+        "gpus": [],
+        "restarts": 0,
+        "backoff": None,
         "engines": [],
         "kv": kv_status(None),
         "last_recovery": None,
     }
 
 
-def engine_status(record: EngineRecord, now_s: float) -> dict[str, Any]:
+def backoff_status(start: NextStart | None, now_s: float) -> dict[str, Any] | None:
+    """Return what is started next, and in how many seconds; None when nothing waits."""
+    if start is None:
+        return None
+    return {"what": start.what, "in_s": round(max(0.0, start.when_s - now_s), 3), "failures": start.failures}
+
+
+def engine_status(record: EngineRecord, now_s: float, since_s: float | None = None) -> dict[str, Any]:
+    """Return one engine. Counters, not rates: ``mono_s`` of the whole says over which span two of them are apart."""
     beat = record.vitals.beat
     return {
         "id": record.id,
@@ -174,11 +198,15 @@ def engine_status(record: EngineRecord, now_s: float) -> dict[str, Any]:
         "state": record.state.value,
         "pid": record.pid,
         "started_s": round(now_s - record.spawned_s, 3),
+        "since_s": round(now_s - since_s, 3) if since_s is not None else None,
         "heartbeat_age_s": round(now_s - record.vitals.seen_s, 3) if beat is not None else None,
         "phase": (beat.phase if beat is not None else Phase.LOADING).value,
         "step": beat.step if beat is not None else 0,
         "inflight": beat.inflight if beat is not None else 0,
         "queued": beat.queued if beat is not None else 0,
+        "tokens_total": beat.tokens_total if beat is not None else 0,
+        "last_step_age_s": round(now_s - beat.last_step_s, 3) if beat is not None and beat.last_step_s else None,
+        "memory": usage.private_bytes(record.pid),
         "epoch": record.epoch,
         "how": record.how.value,
         "detail": beat.detail if beat is not None else "",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shadowsup.supervisor import status
+from shadowsup.supervisor import block_map, inspection, status
 from shadowsup.supervisor.control import Verb
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.node_worker import WorkerOwner
@@ -70,6 +70,8 @@ def table(node: Node) -> dict[str, Verb]:
         "memory": lambda _: status.memory(node),
         "recoveries": lambda arguments: status.recoveries(node.recoveries, arguments.get("worker")),
         "logs": lambda arguments: status.logs(node, _known(node, arguments), list(node.workers)),
+        "blocks": lambda arguments: block_map.blocks(node, worker_of(node, arguments), int(arguments.get("cells") or block_map.CELLS)),
+        "inspect": lambda arguments: inspection.inspect(worker_of(node, arguments)),
         "ping": lambda _: {"schema": SCHEMA, "pid": os.getpid()},
         "events": events,
         "stop": stop,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, How, WorkerSettings, WorkerState, exit_text
-from shadowsup.supervisor.policy.restart import RestartBook
+from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.wire.engine import EngineState, Role
 
 
@@ -56,6 +56,18 @@ class CommandPolicy:
     def routable(self) -> list[EngineRecord]:
         """Return nothing: the gateway speaks HTTP to ``upstream``."""
         return []
+
+    @property
+    def started(self) -> int:
+        """How many processes were started since the node is up."""
+        return self._next_seq - 1
+
+    @property
+    def backoff(self) -> NextStart | None:
+        """The start that waits for the end of a pause; None: none does."""
+        if self.desired is not Desired.RUN or self.down_reason or self.engines or not self._book.in_a_row:
+            return None
+        return NextStart("start an engine", self._book.not_before_s, self._book.in_a_row)
 
     def refusal(self, event: m.WorkerEvent) -> tuple[str, str] | None:
         """Return why an operator's request cannot be granted now (message, hint), or None."""

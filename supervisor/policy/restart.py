@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class NextStart(NamedTuple):
+    """A start that waits. ``what``: for people; ``when_s``: monotonic, may be past; ``failures``: in a row, that it waits for."""
+
+    what: str
+    when_s: float
+    failures: int
 
 
 class RestartBook:

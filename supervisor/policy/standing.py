@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
-from shadowsup.supervisor.policy.restart import RestartBook
+from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.succession import Succession
 from shadowsup.supervisor.policy.timeline import Timeline
 from shadowsup.wire.engine import EngineState
@@ -68,6 +68,22 @@ class Standing:
         if self.state is WorkerState.DEGRADED:
             return self.shadow_reason or self.last_failure
         return ""
+
+    @property
+    def started(self) -> int:
+        """How many engines were started since the node is up, and so the K of the newest ``NAME.K``."""
+        return self._next_seq - 1
+
+    @property
+    def backoff(self) -> NextStart | None:
+        """The start that waits for the end of a pause; None: none does."""
+        if self.desired is not Desired.RUN or self.down_reason or any(e.loading for e in self.engines.values()):
+            return None
+        serves = self.active is not None
+        book = self._shadow if serves else self._service
+        if not book.in_a_row or (serves and sum(1 for e in self.engines.values() if e.parked) >= self.settings.shadows):
+            return None
+        return NextStart("start a shadow" if serves else "start an engine", book.not_before_s, book.in_a_row)
 
     @property
     def settled(self) -> bool:
