@@ -338,6 +338,23 @@ class Node:
         for owner in self.workers.values():
             owner.put(m.GpusQuarantined(frozenset(gpus)))
 
+    # --- what a sensor tells ----------------------------------------------------------------------------------------------------
+
+    def gpu_notice(self, notice: m.GpuNotice) -> None:
+        """A GPU is in trouble: every worker that has it, as one of its own or as a spare, is told."""
+        for owner in self.workers.values():
+            owner.put(m.GpuWarned(notice))
+
+    def gpu_cleared(self, uuid: str, kind: m.GpuTrouble | None = None) -> None:
+        """That trouble is over."""
+        for owner in self.workers.values():
+            owner.put(m.GpuCleared(uuid, kind))
+
+    def gpu_used(self, uuid: str, util: float | None) -> None:
+        """Utilisation of a GPU, 0.0 to 1.0; None: unknown. Cheap: it may be called several times a second."""
+        for owner in self.workers.values():
+            owner.gpu_used(uuid, util)
+
     def free_memory(self, worker: str) -> None:
         self.run_task(self._free(worker))
 

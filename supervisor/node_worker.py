@@ -97,6 +97,11 @@ class WorkerOwner:
             self.put(m.Reported(report))
         return True
 
+    def gpu_used(self, uuid: str, util: float | None) -> None:
+        """Take a GPU's utilisation: no event of its own, it is looked at when something else is judged."""
+        if isinstance(self.policy, WorkerPolicy):
+            self.policy.loads.note(uuid, util, time.monotonic())
+
     def wish(self, event: m.WorkerEvent) -> None:
         """Take an operator's wish.
 

@@ -109,6 +109,8 @@ class CommandPolicy:
                 self._gone(event, now_s)
             case m.GpusQuarantined(gpus=gpus):
                 self.quarantined |= gpus
+            case m.GpusReleased(gpus=gpus):
+                self.quarantined -= gpus
             case m.Drill(engine=name, signal=number):
                 if name in self.engines:
                     self.engines[name].excused = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +86,56 @@ class GpusQuarantined:
 
 
 @dataclass(frozen=True)
+class GpusReleased:
+    """What held these GPUs (UUIDs) has ended after all: they are in use again."""
+
+    gpus: frozenset[str]
+
+
+class GpuTrouble(str, enum.Enum):
+    """What a sensor can find wrong with a GPU."""
+
+    XID = "xid"
+    """The driver reported an error; it has a number."""
+    ECC = "ecc"
+    """Uncorrectable memory errors, or remapped rows, grow."""
+    PCIE = "pcie"
+    """The link to the machine is narrower or slower than it was."""
+    LOST = "lost"
+    """It has fallen off the bus, or does not answer any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuNotice:
+    """Something is wrong with a GPU, as its sensor sees it. The same (``uuid``, ``kind``, ``number``) is the same trouble, seen again.
+
+    ``number``: of an Xid; lanes that are left of a PCIe link; how many errors for ECC; else 0. ``text``: for people; for Xid 154 it holds
+    the recovery action that NVML asks for. ``since_s``: when it was first seen, monotonic.
+    """
+
+    uuid: str
+    kind: GpuTrouble
+    number: int = 0
+    text: str = ""
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GpuWarned:
+    """The sensor reports trouble, for the first time or again. What is done about it: `shadowsup.supervisor.policy.severity`."""
+
+    notice: GpuNotice
+
+
+@dataclass(frozen=True)
+class GpuCleared:
+    """The trouble is over. ``kind`` None: every kind of it."""
+
+    uuid: str
+    kind: GpuTrouble | None = None
+
+
+@dataclass(frozen=True)
 class Ready:
     """Command engines: the probe has answered; ``upstream`` is where it serves."""
 
@@ -138,6 +189,9 @@ WorkerEvent = (
     | Gone
     | NurseryChanged
     | GpusQuarantined
+    | GpusReleased
+    | GpuWarned
+    | GpuCleared
     | Ready
     | RunWorker
     | StopWorker

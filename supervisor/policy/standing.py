@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.gpus import GpuLoads
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.succession import Succession
@@ -30,6 +31,7 @@ class Standing:
         self.deadline_s = NEVER_S
         self.quarantined: set[str] = set()
         """GPUs that nothing may be started or promoted onto."""
+        self.loads = GpuLoads()
         self._fork_trusted = True
         self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)

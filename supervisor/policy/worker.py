@@ -71,6 +71,8 @@ class WorkerPolicy(Upkeep):
                 self._fork_trusted = self._fork_trusted or state is NurseryState.READY
             case m.GpusQuarantined(gpus=gpus):
                 self.quarantined |= gpus
+            case m.GpusReleased(gpus=gpus):
+                self.quarantined -= gpus
             case m.Drill():
                 if event.engine in self.engines:
                     self.engines[event.engine].excused = True
