@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bench_world import TESTS
+from bench_world import ENGINE_PATH
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def content() -> dict[str, Any]:
         "model": "toy",
         "args": {"step_s": 0.01},
         "kv": {"size": "1MiB"},
-        "env": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        "env": {"PYTHONPATH": ENGINE_PATH, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         "stop": {"timeout": "5s"},
     }
     return {"version": 1, "workers": [worker]}

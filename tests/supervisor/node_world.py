@@ -26,6 +26,8 @@ from shadowsup.supervisor.client import ControlClient
 from shadowsup.supervisor.errors import NotRunning
 
 TESTS = Path(__file__).parents[1]
+ENGINE_PATH = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")]))
+"""Engines run the code that the tests run; PYTHONSAFEPATH keeps the current folder out of it."""
 WAIT_S = 60.0
 """Far beyond what anything takes: this machine may be busy."""
 
@@ -38,7 +40,7 @@ def worker(**changes: Any) -> dict[str, Any]:
         "model": "toy",
         "args": {"step_s": 0.01},
         "kv": {"size": "1MiB"},
-        "env": {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+        "env": {"PYTHONPATH": ENGINE_PATH, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         "stop": {"timeout": "5s"},
     }
     return base | changes

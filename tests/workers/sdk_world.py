@@ -29,7 +29,11 @@ PATIENCE_S = 30.0
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH", "")])),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class Keeper:
