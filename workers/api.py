@@ -76,6 +76,15 @@ class Served(Protocol):
     def cancel(self, rid: str) -> None:
         """Forget a request at the next step boundary; unknown ids are ignored."""
 
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None:
+        """Parked: a request of this prompt may be replayed here. What can be done beforehand may be done in `follow`.
+
+        The request comes with ``replay.staged`` = ``rid``, and with its ids all the same.
+        """
+
+    def forget(self, rid: str) -> None:
+        """What was foreseen will not come."""
+
     @property
     def inflight(self) -> int:
         """Requests that hold blocks."""

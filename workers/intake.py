@@ -11,8 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from shadowsup.wire.engine import EngineState
-from shadowsup.wire.link import Accepted, Cancel, Rejected, Submit, Token
+from shadowsup.wire.link import Accepted, Cancel, Rejected, Stage, Submit, Token, Unstage
 from shadowsup.workers.link import Incoming
 
 _REMEMBERED = 4096
@@ -24,6 +26,8 @@ class Receiver(Protocol):
 
     def submit(self, request: Submit) -> None: ...
     def cancel(self, rid: str) -> None: ...
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None: ...
+    def forget(self, rid: str) -> None: ...
 
 
 class Intake:
@@ -38,6 +42,7 @@ class Intake:
         self._finished: dict[str, None] = {}
         self._leaving: set[str] = set()
         self._again: dict[str, Submit] = {}
+        self._staged: dict[str, tuple[int, ...]] = {}
         self.connection = 0
         """Whose requests these are; answers go to no other (`LinkServer.send`)."""
         self.resumed = 0
@@ -73,9 +78,15 @@ class Intake:
                         rejected.append(refusal)
                 elif isinstance(message, Cancel):
                     self._cancel(message.rid)
+                elif isinstance(message, Stage):
+                    self._staged[message.rid] = message.prompt_ids
+                    self._engine.foresee(message.rid, message.prompt_ids)
+                elif isinstance(message, Unstage):
+                    self._unstage(message.rids)
                 else:
                     for rid in list(self._live):
                         self._cancel(rid)
+                    self._unstage(tuple(self._staged))
                     self._again.clear()
                     self._finished.clear()
                     rejected.clear()
@@ -106,7 +117,14 @@ class Intake:
             return Rejected(rid=rid, epoch=submit.epoch, status=503, message=words, retryable=True)
         if rid in self._live or rid in self._again or rid in self._finished:
             self._log(f"duplicate request {rid} ignored")
-        elif rid in self._leaving:
+            return None
+        if submit.replay is not None and submit.replay.staged:
+            prompt = self._staged.pop(submit.replay.staged, None)
+            if prompt is None:
+                return Rejected(rid=rid, epoch=submit.epoch, status=503, message="its prompt is not staged here", retryable=True)
+            replay = msgspec.structs.replace(submit.replay, prompt_ids=prompt)
+            submit = msgspec.structs.replace(submit, prompt_ids=prompt, replay=replay)
+        if rid in self._leaving:
             self._again[rid] = submit
         else:
             self._start(submit)
@@ -116,6 +134,11 @@ class Intake:
         self._live[submit.rid] = submit.epoch
         self.resumed += submit.replay is not None
         self._engine.submit(submit)
+
+    def _unstage(self, rids: Sequence[str]) -> None:
+        for rid in rids:
+            if self._staged.pop(rid, None) is not None:
+                self._engine.forget(rid)
 
     def _cancel(self, rid: str) -> None:
         self._again.pop(rid, None)

@@ -37,7 +37,7 @@ class LinkChanged:
     number: int
 
 
-Incoming = wire.Submit | wire.Cancel | LinkChanged
+Incoming = wire.ToEngine | LinkChanged
 
 
 @dataclass(eq=False, slots=True)

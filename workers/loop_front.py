@@ -62,6 +62,11 @@ class Front:
     def cancel(self, rid: str) -> None:
         self.receiver.cancel(rid)
 
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None:
+        """Nothing can be prepared for a loop that hashes its blocks itself."""
+
+    def forget(self, rid: str) -> None: ...
+
     @property
     def inflight(self) -> int:
         return self.receiver.inflight

@@ -31,7 +31,8 @@ class Request:
     """Text of replayed ids that the client has not got; sent with the next token."""
     blocks: list[int] = field(default_factory=list)
     tokens: list[int] = field(init=False)
-    _hashes: list[bytes] = field(default_factory=list)
+    known_hashes: list[bytes] = field(default_factory=list)
+    """Chained hashes of its first full blocks, as far as they are known."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.output]
@@ -52,11 +53,11 @@ class Request:
 
     def hashes(self, salt: bytes, block_tokens: int, blocks: int) -> Sequence[bytes]:
         """Return the chained hashes of the first ``blocks`` full blocks; each is computed once."""
-        have = len(self._hashes)
+        have = len(self.known_hashes)
         if have < blocks:
-            parent = self._hashes[-1] if have else None
-            self._hashes += hashing.chain_all(salt, self.tokens[have * block_tokens : blocks * block_tokens], block_tokens, parent)
-        return self._hashes[:blocks]
+            parent = self.known_hashes[-1] if have else None
+            self.known_hashes += hashing.chain_all(salt, self.tokens[have * block_tokens : blocks * block_tokens], block_tokens, parent)
+        return self.known_hashes[:blocks]
 
     def read(self, ids: Sequence[int]) -> str:
         """Turn output ids into the text that may be sent now. An end-of-sequence id that ends the request has no text."""

@@ -178,6 +178,10 @@ class FakeEngine:
             )
         )
 
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None: ...
+
+    def forget(self, rid: str) -> None: ...
+
     def cancel(self, rid: str) -> None:
         self._active.cancel(rid)
 

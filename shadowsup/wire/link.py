@@ -36,13 +36,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    prompt_ids: tuple[int, ...]
+    """``staged``: the `Stage` on this connection that said what the prompt is; then ``prompt_ids`` is empty."""
+
+    prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...]
     delivered_chars: int
+    staged: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Exactly one of ``messages`` (chat template applied by the engine), ``prompt`` and ``prompt_ids`` is set."""
+    """One of ``messages`` (chat template applied by the engine), ``prompt`` and ``prompt_ids`` is set; none if the replay is staged."""
 
     rid: str
     epoch: int
@@ -58,7 +61,21 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
     rid: str
 
 
-ToEngine = Submit | Cancel
+class Stage(msgspec.Struct, frozen=True, kw_only=True, tag="stage"):
+    """To a parked engine: a stream of this prompt is running elsewhere, and would be replayed here. What depends on the prompt alone
+    (moving and hashing it) is done now, not in the failover. ``rid``: names it on this connection, until `Unstage` or its `Submit`."""
+
+    rid: str
+    prompt_ids: tuple[int, ...]
+
+
+class Unstage(msgspec.Struct, frozen=True, kw_only=True, tag="unstage"):
+    """These streams have ended; unknown ones are ignored."""
+
+    rids: tuple[str, ...]
+
+
+ToEngine = Submit | Cancel | Stage | Unstage
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

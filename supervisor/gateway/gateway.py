@@ -148,10 +148,9 @@ class Gateway:
         worker.link_lost(engine, self._loop.time())
         self._rearm(worker)
 
-    def _send(self, engine: str, messages: Sequence[ToEngine]) -> None:
+    def _send(self, engine: str, messages: Sequence[ToEngine]) -> bool:
         link = self._links.get(engine)
-        if link is not None:
-            link.send(messages)
+        return link is not None and link.send(messages)
 
     # The clients
 

@@ -13,13 +13,15 @@ import msgspec
 from shadowsup.wire import link
 from shadowsup.wire.engine import Route
 from shadowsup.wire.framing import FrameError, Unpacker, pack
-from shadowsup.wire.link import FromEngine, Hello, ToEngine
+from shadowsup.wire.link import FromEngine, Hello, Stage, ToEngine
 
 log = logging.getLogger(__name__)
 
 DIAL_FIRST_S = 0.005
 DIAL_MOST_S = 0.05
 """Pause before dialling again. Short at its longest, too: a client may be waiting for just this engine, and a failed dial costs 50 µs."""
+BACKLOG = 8 * 2**20
+"""Bytes unread by a parked engine (stopped, or about to be found dead) beyond which it is told of no more prompts."""
 MALFORMED_PAUSE_S = 1.0
 """Pause after an engine that sent something that is not this protocol."""
 
@@ -95,18 +97,24 @@ class EngineLink:
         self._wire: _Wire | None = None
         self._task = asyncio.get_running_loop().create_task(self._keep_dialled(), name=f"link {route.engine}")
 
-    def send(self, messages: Sequence[ToEngine]) -> None:
-        """Put ``messages`` in one frame; in several when they exceed what a frame may hold. Without a connection they are dropped."""
+    def send(self, messages: Sequence[ToEngine]) -> bool:
+        """Put ``messages`` in one frame; in several when they exceed what a frame may hold.
+
+        Returns False when they are dropped: there is no connection, or they are all `Stage` and the engine does not read.
+        """
         if self._wire is None or self._wire.transport is None or self._wire.transport.is_closing():
-            return
+            return False
+        transport = self._wire.transport
+        if transport.get_write_buffer_size() > BACKLOG and all(isinstance(message, Stage) for message in messages):
+            return False
         try:
-            self._wire.transport.write(pack(link.encode(messages)))
+            transport.write(pack(link.encode(messages)))
         except FrameError:
             if len(messages) == 1:
                 raise
             half = len(messages) // 2
-            self.send(messages[:half])
-            self.send(messages[half:])
+            return self.send(messages[:half]) and self.send(messages[half:])
+        return True
 
     async def close(self) -> None:
         """Hang up and dial no more. The listener is not told."""

@@ -111,11 +111,14 @@ class Stream:
         self._resubmissions = 0
         self._refusals = 0
 
-    def submit(self, engine: str, epoch: int, now: float) -> list[ToEngine]:
+    def submit(self, engine: str, epoch: int, now: float, *, staged: bool = False) -> list[ToEngine]:
         """Give the stream to ``engine``, which owns ``epoch``; return the messages that do so.
 
         An engine rejects a (request, epoch) that it has seen. When the same epoch gets the stream again (its link broke, or it had no
         room), the stream goes under another id, after a `Cancel` of the former: events still under way for that one are nobody's then.
+
+        Args:
+            staged: the engine knows the prompt already, by this stream's ``rid``.
         """
         assert self.state is StreamState.HELD and self.held_since_s is not None
         self.waited_s += now - self.held_since_s
@@ -131,7 +134,12 @@ class Stream:
         replay = None
         if self.prompt_ids is not None:
             self.replays += 1
-            replay = Replay(prompt_ids=self.prompt_ids, output_ids=tuple(self.output_ids), delivered_chars=self.delivered_chars)
+            replay = Replay(
+                prompt_ids=() if staged else self.prompt_ids,
+                output_ids=tuple(self.output_ids),
+                delivered_chars=self.delivered_chars,
+                staged=self.rid if staged else "",
+            )
         given = self.generation
         messages.append(
             Submit(
@@ -139,7 +147,7 @@ class Stream:
                 epoch=epoch,
                 messages=given.messages if replay is None else None,
                 prompt=given.prompt if replay is None else None,
-                prompt_ids=given.prompt_ids if replay is None else self.prompt_ids,
+                prompt_ids=given.prompt_ids if replay is None else None if staged else self.prompt_ids,
                 sampling=given.sampling,
                 replay=replay,
             )

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from shadowsup.supervisor.gateway.errors import ApiError, unavailable
 from shadowsup.supervisor.gateway.stream import Misstep, Stream, StreamState
 from shadowsup.wire.engine import EngineState, WorkerRoute
-from shadowsup.wire.link import Accepted, Cancel, FromEngine, Hello, Rejected, ToEngine, Token
+from shadowsup.wire.link import Accepted, Cancel, FromEngine, Hello, Rejected, Stage, ToEngine, Token, Unstage
 
-Send = Callable[[str, Sequence[ToEngine]], None]
-"""Puts messages for an engine in one frame. An engine without a link is ignored: its `link_lost` is on the way."""
+Send = Callable[[str, Sequence[ToEngine]], bool]
+"""Puts messages for an engine in one frame. False: it has no link (its `link_lost` is on the way), or does not read fast enough to be sent
+what can be done without (`Stage`)."""
 
 NO_HOPE = frozenset({"down", "stopped"})
 """Worker states in which no engine will come by itself: waiting would only postpone the error."""
@@ -65,6 +66,8 @@ class Worker:
         """By wire id, in order of arrival: the streams an engine has."""
         self._held: dict[str, Stream] = {}
         """By request id, in the order in which they go to the next engine."""
+        self._staged: dict[str, set[str]] = {}
+        """By engine: the request ids whose prompts it knows before it is given them."""
 
     @property
     def name(self) -> str:
@@ -105,6 +108,9 @@ class Worker:
     def hello(self, engine: str, hello: Hello, now: float) -> None:
         """An engine said in which state and epoch it is."""
         self._engines[engine] = hello
+        if hello.state is EngineState.PARKED and engine not in self._staged:
+            self._staged[engine] = set()
+            self._stage(engine, [*self._streams.values(), *self._held.values()])
         if hello.state is EngineState.ACTIVE and hello.epoch > self.epoch:
             self._new_epoch(hello.epoch, engine, now)
         elif hello.epoch == self.epoch and self._epoch_from is None:
@@ -114,6 +120,7 @@ class Worker:
     def link_lost(self, engine: str, now: float) -> None:
         """The link to an engine broke, or the engine left the routing table."""
         self._engines.pop(engine, None)
+        self._staged.pop(engine, None)
         lost = [stream for stream in self._streams.values() if stream.engine == engine]
         self.counts.failovers += bool(lost)
         self._hold(lost, now)
@@ -134,7 +141,12 @@ class Worker:
             elif isinstance(event, Token):
                 self._token(stream, event, now)
             elif isinstance(event, Accepted):
+                known = stream.prompt_ids is not None
                 stream.accepted(event)
+                if not known:
+                    for other in self._staged:
+                        if self._engines[other].state is EngineState.PARKED:
+                            self._stage(other, [stream])
             else:
                 self._rejected(stream, event, now)
 
@@ -206,12 +218,28 @@ class Worker:
         frame: list[ToEngine] = []
         for stream in streams:
             replays = stream.replays
-            frame += stream.submit(engine, self.epoch, now)
+            staged = stream.rid in self._staged.get(engine, ())
+            if staged:
+                self._staged[engine].remove(stream.rid)
+            frame += stream.submit(engine, self.epoch, now, staged=staged)
             self.counts.replays += stream.replays - replays
             self._held.pop(stream.rid, None)
             self._streams[stream.wire_rid] = stream
         if frame:
             self._send(engine, frame)
+
+    def _stage(self, engine: str, streams: Sequence[Stream]) -> None:
+        """Tell a parked engine the prompts of streams that may be replayed to it."""
+        known = [stream for stream in streams if stream.prompt_ids is not None]
+        frame = [Stage(rid=stream.rid, prompt_ids=stream.prompt_ids) for stream in known if stream.prompt_ids is not None]
+        if frame and self._send(engine, frame):
+            self._staged[engine].update(stream.rid for stream in known)
+
+    def _unstage(self, stream: Stream) -> None:
+        for engine, staged in self._staged.items():
+            if stream.rid in staged:
+                staged.remove(stream.rid)
+                self._send(engine, [Unstage(rids=(stream.rid,))])
 
     def _token(self, stream: Stream, event: Token, now: float) -> None:
         before = len(stream.output_ids)
@@ -232,6 +260,7 @@ class Worker:
             stream.outlet.put(text)
         if event.finish_reason is not None:
             del self._streams[stream.wire_rid]
+            self._unstage(stream)
             stream.outlet.finish(event.finish_reason)
 
     def _rejected(self, stream: Stream, event: Rejected, now: float) -> None:
@@ -274,6 +303,7 @@ class Worker:
         if self._streams.get(stream.wire_rid) is stream:
             del self._streams[stream.wire_rid]
         self._held.pop(stream.rid, None)
+        self._unstage(stream)
         stream.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import zmq
 import zmq.asyncio
+from prompt_shelf import PromptShelf
 
 from shadowsup.wire import engine as wire
 from shadowsup.wire import link
@@ -28,6 +29,7 @@ class StubEngine:
         self.worker = worker
         self.path = str(folder / f"{name}.sock")
         self.frames: asyncio.Queue[list[ToEngine]] = asyncio.Queue()
+        self.shelf = PromptShelf()
         self.connected = asyncio.Event()
         self.disconnected = asyncio.Event()
         self.connections = 0
@@ -51,10 +53,12 @@ class StubEngine:
         self._greet()
         self.connected.set()
         unpacker = Unpacker()
+        self.shelf = PromptShelf()
         try:
             while data := await reader.read(1 << 16):
                 for payload in unpacker.feed(data):
-                    self.frames.put_nowait(link.decode_to_engine(payload))
+                    if frame := self.shelf.take(link.decode_to_engine(payload)):
+                        self.frames.put_nowait(frame)
         except ConnectionError:
             pass
         finally:

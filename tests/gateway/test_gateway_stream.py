@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from prompt_shelf import PromptShelf
 
 from shadowsup.supervisor.gateway.errors import ApiError
 from shadowsup.supervisor.gateway.params import Generation, chat
@@ -47,11 +49,23 @@ class Bench:
     now: float = 100.0
     frames: list[tuple[str, list[ToEngine]]] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
+    shelves: dict[str, PromptShelf] = field(default_factory=dict)
+    deaf: set[str] = field(default_factory=set)
+    """Engines that do not read what they are sent."""
 
     def __post_init__(self) -> None:
-        self.worker = Worker(
-            self.route(1, "e1", "e2"), lambda engine, messages: self.frames.append((engine, list(messages))), self.pauses.append
-        )
+        self.worker = Worker(self.route(1, "e1", "e2"), self.send, self.pauses.append)
+
+    def send(self, engine: str, messages: Sequence[ToEngine]) -> bool:
+        if engine in self.deaf:
+            return False
+        if frame := self.shelves.setdefault(engine, PromptShelf()).take(messages):
+            self.frames.append((engine, frame))
+        return True
+
+    def staged(self, engine: str) -> set[str]:
+        """The requests whose prompts an engine knows beforehand."""
+        return set(self.shelves[engine].prompts) if engine in self.shelves else set()
 
     def route(self, epoch: int, *engines: str, state: str = "healthy", reason: str = "") -> WorkerRoute:
         return WorkerRoute(
@@ -82,6 +96,7 @@ class Bench:
         validate(self.worker)
 
     def lose(self, engine: str) -> None:
+        self.shelves.pop(engine, None)
         self.worker.link_lost(engine, self.now)
         validate(self.worker)
 
@@ -358,3 +373,52 @@ def test_whatever_dies_when_every_client_reads_the_whole_text_once(script: list[
         engine.step(False)
     assert [(reader.text, reader.reason) for reader in readers] == [(TEXT, "stop")] * len(readers)
     assert bench.worker.inflight == 0 and bench.worker.counts.repeated_chars == 0 and bench.worker.counts.missteps == 0
+
+
+def test_a_parked_engine_knows_the_prompts_before_it_is_given_the_streams() -> None:
+    bench = Bench()
+    bench.hello("e1", 1)
+    bench.add("old")
+    bench.event("e1", accepted("old"))
+    bench.hello("e2", 0, EngineState.PARKED)
+    assert bench.staged("e2") == {"old"}
+    bench.add("new")
+    bench.event("e1", accepted("new"))
+    assert bench.staged("e2") == {"old", "new"}
+    bench.frames.clear()
+    bench.lose("e1")
+    bench.hello("e2", 2)
+    _, frame = bench.sent()
+    assert [message.replay.prompt_ids for message in frame if isinstance(message, Submit) and message.replay is not None] == [PROMPT] * 2
+    assert bench.staged("e2") == set()
+
+
+def test_a_stream_that_ends_is_staged_nowhere_any_more() -> None:
+    bench = Bench()
+    bench.hello("e1", 1)
+    bench.hello("e2", 0, EngineState.PARKED)
+    finished, left = bench.add("finished")[0], bench.add("left")[0]
+    bench.event("e1", accepted("finished"), accepted("left"))
+    assert bench.staged("e2") == {"finished", "left"}
+    bench.event("e1", token("a", 1, 1, rid="finished", finish="stop"))
+    assert bench.staged("e2") == {"left"}
+    bench.worker.cancel(left)
+    assert bench.staged("e2") == set()
+    assert finished.state is StreamState.DONE
+
+
+def test_an_engine_that_lost_its_link_or_did_not_read_is_told_the_whole_prompt() -> None:
+    bench = Bench()
+    bench.hello("e1", 1)
+    bench.hello("e2", 0, EngineState.PARKED)
+    bench.add("a")
+    bench.event("e1", accepted("a"))
+    bench.lose("e2")
+    bench.deaf.add("e2")
+    bench.hello("e2", 0, EngineState.PARKED)
+    bench.deaf.clear()
+    bench.frames.clear()
+    bench.lose("e1")
+    bench.hello("e2", 2)
+    ((_, [submit]),) = bench.frames  # which the shelf would not have found on itself
+    assert isinstance(submit, Submit) and submit.replay is not None and submit.replay.prompt_ids == PROMPT

@@ -10,11 +10,12 @@ import threading
 import warnings
 from pathlib import Path
 
+import msgspec
 import pytest
 from sdk_world import environment, submit
 
 from shadowsup.wire.engine import EngineState
-from shadowsup.wire.link import Accepted, Cancel, Rejected, Replay, Submit, Token
+from shadowsup.wire.link import Accepted, Cancel, Rejected, Replay, Stage, Submit, Token, Unstage
 from shadowsup.workers import registry
 from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import WorkerError
@@ -112,6 +113,12 @@ class Recorder:
 
     def cancel(self, rid: str) -> None:
         self.calls.append(("cancel", rid))
+
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None:
+        self.calls.append(("foresee", rid))
+
+    def forget(self, rid: str) -> None:
+        self.calls.append(("forget", rid))
 
 
 def intake() -> tuple[Intake, Recorder]:
@@ -243,3 +250,32 @@ def test_a_bad_spec_is_words_and_status_2(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment())
         assert done.returncode == 2
         assert argument in done.stderr and "Traceback" not in done.stderr
+
+
+def replayed(rid: str, staged: str) -> Submit:
+    return msgspec.structs.replace(submit(rid, ""), prompt=None, replay=Replay(output_ids=(4,), delivered_chars=1, staged=staged))
+
+
+def test_a_staged_prompt_is_put_into_the_replay_that_names_it_once() -> None:
+    requests, engine = intake()
+    seen: list[Submit] = []
+    engine.submit = seen.append  # type: ignore[method-assign]
+    requests.deliver([Stage(rid="a", prompt_ids=(1, 2)), Stage(rid="b", prompt_ids=(3,))])
+    assert requests.take(EngineState.PARKED, 0) == []
+    requests.deliver([replayed("a~1", "a"), replayed("c", "a"), Unstage(rids=("b", "unknown"))])
+    (refused,) = requests.take(EngineState.ACTIVE, 1)
+    (taken,) = seen
+    assert taken.replay is not None
+    assert (taken.rid, taken.prompt_ids, taken.replay.prompt_ids, taken.replay.staged) == ("a~1", (1, 2), (1, 2), "a")
+    assert (refused.rid, refused.status, refused.retryable) == ("c", 503, True)
+    assert engine.calls == [("foresee", "a"), ("foresee", "b"), ("forget", "b")]
+
+
+def test_what_a_gateway_staged_goes_with_its_connection() -> None:
+    requests, engine = intake()
+    requests.deliver([Stage(rid="a", prompt_ids=(1,)), LinkChanged(2)])
+    assert requests.take(EngineState.PARKED, 0) == []
+    requests.deliver([replayed("a", "a")])
+    (refused,) = requests.take(EngineState.ACTIVE, 1)
+    assert refused.retryable
+    assert engine.calls == [("foresee", "a"), ("forget", "a")]

@@ -17,6 +17,7 @@ from shadowsup.workers.api import Engine, KvGeometry, StepResult
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.detokenize import Detokenizer
 from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.foreseen import ForeseenPrompts
 from shadowsup.workers.kv_pool import IndexMirror, KvPool
 from shadowsup.workers.requests import Request
 from shadowsup.workers.sampling import Row, sample
@@ -54,6 +55,8 @@ class TransformersEngine:
         self._mirror: IndexMirror | None = None
         self._follower: tuple[LedgerReader, Follower] | None = None
         self._scheduler: Scheduler | None = None
+        self._foreseen: ForeseenPrompts | None = None
+        self._salt = b""
         self._epoch = 0
         self._threads = 1
         self._first_step = False
@@ -152,6 +155,7 @@ class TransformersEngine:
         memory = tensors.as_bytes(arena.address, arena.size, self._device)
         self._executor = Executor(loaded.model, KvCache(memory, loaded.shape, geometry.blocks), self._device)
         self._mirror = IndexMirror(geometry.blocks)
+        self._foreseen = ForeseenPrompts(geometry.block_tokens)
         limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
         if self._device.type == "cuda":
             self._tell("capturing graphs")
@@ -169,6 +173,16 @@ class TransformersEngine:
         if self._follower is None or self._follower[0] is not ledger:
             self._follower = (ledger, Follower(ledger))
         self._mirror.follow(self._follower[1])
+        if self._foreseen:
+            self._foreseen.prepare(ledger.header().salt)
+
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None:
+        assert self._foreseen is not None, "warm comes first"
+        self._foreseen.add(rid, prompt_ids)
+
+    def forget(self, rid: str) -> None:
+        assert self._foreseen is not None, "warm comes first"
+        self._foreseen.forget(rid)
 
     # --- active -----------------------------------------------------------------------------------------------------------------
 
@@ -188,7 +202,8 @@ class TransformersEngine:
         self._epoch = ledger.epoch
         self._first_step = True
         limits = Limits(self._arguments.max_batch, self._arguments.max_batch_tokens)
-        self._scheduler = Scheduler(pool, limits, ledger.header().salt)
+        self._salt = ledger.header().salt
+        self._scheduler = Scheduler(pool, limits, self._salt)
         return pool.kept, pool.dropped
 
     def fence(self) -> int:
@@ -202,7 +217,7 @@ class TransformersEngine:
             self._reject(request, 409, f"this engine serves epoch {self._epoch}, not {request.epoch}", retryable=True)
             return
         try:
-            prompt = self._prompt(request)
+            prompt, hashes = self._prompt(request)
         except PromptError as error:
             self._reject(request, 400, str(error), param=error.param)
             return
@@ -226,15 +241,19 @@ class TransformersEngine:
                 ),
                 max_total=self._max_context,
                 eos=self._loaded.eos,
+                known_hashes=hashes,
             )
         )
 
-    def _prompt(self, request: Submit) -> tuple[int, ...]:
-        assert self._loaded is not None
-        codec, param = self._loaded.codec, "prompt"
-        if request.replay is not None:
-            ids: Sequence[int] = request.replay.prompt_ids
-            everything: Sequence[int] = (*ids, *request.replay.output_ids)
+    def _prompt(self, request: Submit) -> tuple[tuple[int, ...], list[bytes]]:
+        """Return the prompt's ids, and the hashes of its first blocks as far as they are known."""
+        assert self._loaded is not None and self._foreseen is not None
+        codec, param, replay, hashes = self._loaded.codec, "prompt", request.replay, None
+        if replay is not None:
+            ids: Sequence[int] = replay.prompt_ids
+            hashes = self._foreseen.take(replay.staged, self._salt) if replay.staged else None
+            # What was staged another engine has accepted: with long prompts looking at each id again would take longer than the step.
+            everything: Sequence[int] = replay.output_ids or (0,) if hashes is not None else (*ids, *replay.output_ids)
         else:
             if request.messages is not None:
                 ids, param = codec.chat(request.messages), "messages"
@@ -248,7 +267,7 @@ class TransformersEngine:
         if min(everything) < 0 or max(everything) >= self._loaded.vocabulary:
             wrong = next(token for token in everything if not 0 <= token < self._loaded.vocabulary)
             raise PromptError(f"token id {wrong} is outside the vocabulary of {self._loaded.vocabulary}", param)
-        return tuple(ids)
+        return tuple(ids), hashes or []
 
     def _too_long(self, request: Submit, prompt: Sequence[int]) -> tuple[str, str] | None:
         """Return (message, parameter) when the request cannot fit. One that was accepted before runs to the limit instead."""
