@@ -90,6 +90,8 @@ class Journal:
 
     def __init__(self, path: Path | None, publish: Callable[[bytes], None] = lambda _: None) -> None:
         self.publish = publish
+        self.watch: Callable[[Event], None] = lambda _: None
+        """Told of each event before anybody else."""
         self._file = LineFile(path) if path is not None else None
         self._ring: deque[Event] = deque(maxlen=KEEP_EVENTS)
         self._n = 0
@@ -132,6 +134,7 @@ class Journal:
             data=data or {},
         )
         self._ring.append(made)
+        self.watch(made)
         encoded = msgspec.json.encode(made)
         if self._file is not None:
             self._file.append(encoded)

@@ -22,7 +22,7 @@ import zmq
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.supervisor import node_setup, verbs, voice
+from shadowsup.supervisor import figures, node_setup, verbs, voice
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
 from shadowsup.supervisor.control import ControlServer
@@ -42,6 +42,7 @@ from shadowsup.supervisor.registry import Registry
 from shadowsup.supervisor.routing import RouteTable
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.subreaper import Reaper
+from shadowsup.supervisor.tally import Tally
 from shadowsup.wire.engine import GatewayBeat, Report, Routes
 from shadowsup.wire.gateway import GatewaySpec
 from shadowsup.wire.sensor import GpuNews, SensorBeat
@@ -113,6 +114,8 @@ class Node:
         self.beats = BeatRouter(self._context, paths.beats, self._heard)
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self))
         self.journal.publish = self._published
+        self._tally = Tally()
+        self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery
         client = ScribeClient(paths.scribe)
         self.part_host = PartHost(paths=paths, journal=self.journal, registry=self.registry, scribe=client, run_task=self.run_task)
         self.host = Host(
@@ -231,6 +234,7 @@ class Node:
         self.journal.add("node.running", f"node {config.node.name} is running, gateway on {self.listen}")
         self._report(f"gateway is running on {self.listen}")
         self.run_task(self._observe())
+        self.run_task(figures.publish(self, self._tally))
 
     async def _part_started(self, part: KeeperPart | GatewayPart) -> None:
         try:

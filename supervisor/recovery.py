@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ class RecoveryBook:
     """Recoveries of all workers, oldest first. A record is shared with the policy that fills it in, so reading shows the present."""
 
     def __init__(self, path: Path | None) -> None:
+        self.on_done: Callable[[Recovery], None] = lambda _: None
+        """Told of each recovery once, when it is complete."""
         self._file = LineFile(path) if path is not None else None
         self._kept: deque[Recovery] = deque(maxlen=KEEP)
         self._last: dict[str, Recovery] = {}
@@ -38,6 +41,7 @@ class RecoveryBook:
             self._written.add(recovery.n)
             key = (recovery.worker, recovery.kind)
             self._counts[key] = self._counts.get(key, 0) + 1
+            self.on_done(recovery)
             if self._file is not None:
                 self._file.append(msgspec.json.encode(recovery))
         return fresh

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.node_worker import WorkerOwner
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.policy.command import CommandPolicy
 from shadowsup.wire.engine import Route, Routes, WorkerRoute
+
+VLLM_METRICS = "/metrics"
 
 
 class RouteTable:
@@ -48,6 +51,7 @@ class RouteTable:
             epoch=policy.epoch,
             engines=tuple(Route(engine=engine.id, socket=str(self._paths.link(engine.id))) for engine in policy.routable()),
             upstream=policy.upstream if isinstance(policy, CommandPolicy) else "",
+            metrics=VLLM_METRICS if config.engine is EngineKind.VLLM else config.metrics or "",
             give_up_after_s=policy.give_up_after_s,
             reason=policy.reason.partition("\n")[0],  # clients are not shown an engine's output
         )

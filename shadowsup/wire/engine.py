@@ -237,6 +237,8 @@ class WorkerRoute(msgspec.Struct, frozen=True, kw_only=True):
     give_up_after_s: float
     reason: str = ""
     """Why the worker does not serve, for the client's error."""
+    metrics: str = ""
+    """``http`` only: path of the server's own Prometheus metrics, passed on with a ``worker`` label. Empty: it has none."""
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, tag="routes"):
@@ -252,7 +254,13 @@ class DrainGateway(msgspec.Struct, frozen=True, kw_only=True, tag="drain_gateway
     grace_s: float
 
 
-Order = Promote | Fence | Drain | Release | Stop | Routes | DrainGateway
+class NodeFigures(msgspec.Struct, frozen=True, kw_only=True, tag="figures"):
+    """Supervisor → gateway, for ``/metrics``. ``data``: a `shadowsup.wire.figures.Figures`, decoded only when somebody asks for it."""
+
+    data: bytes
+
+
+Order = Promote | Fence | Drain | Release | Stop | Routes | DrainGateway | NodeFigures
 """Everything the supervisor sends from its ROUTER."""
 
 

@@ -29,11 +29,11 @@ class EngineKind(str, enum.Enum):
     @property
     def foreign_keys(self) -> tuple[str, ...]:
         """Keys of a worker that this kind does not have."""
-        return _FOREIGN_KEYS.get(self, ("command", "ready", "port", "cwd"))
+        return _FOREIGN_KEYS.get(self, ("command", "ready", "metrics", "port", "cwd"))
 
 
 _REQUIRED_KEYS = {EngineKind.LOOP: ("command",), EngineKind.COMMAND: ("command", "ready")}
 _FOREIGN_KEYS = {
-    EngineKind.LOOP: ("revision", "ready", "port"),
+    EngineKind.LOOP: ("revision", "ready", "metrics", "port"),
     EngineKind.COMMAND: ("model", "revision", "args", "tensor_parallel", "kv", "verify", "python"),
 }

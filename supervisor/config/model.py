@@ -343,10 +343,19 @@ class WorkerConfig(Section):
     """command engines and loops: program and arguments, no shell. {port} stands for the port, in a loop {python} for the interpreter."""
     ready: ReadySection | None = None
     """command engines: how readiness shows."""
+    metrics: Text | None = None
+    """command engines: path of the server's Prometheus metrics, shown at the gateway's /metrics with a worker label. null: none."""
     port: AutoPort = None
     """command engines: the port the engine listens on, also in $PORT. auto: a free one for each engine."""
     cwd: FilePath | None = None
     """command engines and loops: working directory. null: that of the supervisor."""
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith("/"):
+            raise ValueError(f"{value!r} is not a path; it starts with /")
+        return value
 
     @property
     def public_name(self) -> str:

@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from shadowsup.wire import engine as wire
-from shadowsup.wire.engine import DrainGateway, GatewayBeat, Routes
+from shadowsup.wire.engine import DrainGateway, GatewayBeat, NodeFigures, Routes
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,21 @@ class SupervisorChannel:
         heartbeat_s: between two beats.
         beat: makes the next beat.
         order: told of each order, in the order in which they were sent.
+        figures: told of the node's figures, encoded.
     """
 
     def __init__(
-        self, endpoint: str, heartbeat_s: float, beat: Callable[[], GatewayBeat], order: Callable[[Routes | DrainGateway], None]
+        self,
+        endpoint: str,
+        heartbeat_s: float,
+        beat: Callable[[], GatewayBeat],
+        order: Callable[[Routes | DrainGateway], None],
+        figures: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         self._heartbeat_s = heartbeat_s
         self._beat = beat
         self._order = order
+        self._figures = figures
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, IDENTITY)
@@ -83,7 +90,9 @@ class SupervisorChannel:
             except msgspec.MsgspecError as error:
                 log.error("the supervisor sent what is not an order: %s", error)
                 continue
-            if isinstance(order, (Routes, DrainGateway)):
+            if isinstance(order, NodeFigures):
+                self._figures(order.data)
+            elif isinstance(order, (Routes, DrainGateway)):
                 try:
                     self._order(order)
                 except Exception:  # whatever is wrong with this order, the next must still be heard

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import platform
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from shadowsup import __version__
+from shadowsup.histogram import cumulative
+from shadowsup.supervisor.gateway.engine_metrics import EngineMetrics
 from shadowsup.supervisor.gateway.gateway import Gateway
+from shadowsup.supervisor.gateway.node_metrics import NodeMetrics
 from shadowsup.supervisor.gateway.worker import Worker
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -21,6 +27,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._engines: EngineMetrics | None = None
+        self.node = NodeMetrics()
+        """What the supervisor tells."""
+        self._registry.register(self.node)
+        build = Gauge("shadowsup_build_info", "Always 1.", ["version", "python"], registry=self._registry)
+        build.labels(__version__, platform.python_version()).set(1)
         self._requests = Counter(
             "shadowsup_gateway_requests",
             "Requests that ended, by HTTP status (499: the client left first).",
@@ -37,8 +49,9 @@ class Metrics:
         )
 
     def watch(self, gateway: Gateway) -> None:
-        """Read ``gateway`` at each scrape."""
+        """Read ``gateway`` at each scrape, and the servers of workers that have metrics of their own."""
         self._registry.register(_WorkerCollector(gateway))
+        self._engines = EngineMetrics(lambda: gateway.workers.values())
 
     def request(self, endpoint: str, worker: str, status: int, seconds: float) -> None:
         self._requests.labels(endpoint, worker, str(status)).inc()
@@ -54,7 +67,14 @@ class Metrics:
         self._slow_clients.labels(worker).inc()
 
     def exposition(self) -> bytes:
+        """Return what this process knows."""
         return generate_latest(self._registry)
+
+    async def all(self) -> bytes:
+        """Return that, and what engines' own servers say, each asked for a second at most."""
+        theirs = await self._engines.exposition() if self._engines is not None else b""
+        # With dozens of workers it takes some ten milliseconds, which no stream shall wait for.
+        return await asyncio.to_thread(self.exposition) + theirs
 
 
 def _histogram(name: str, what: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
@@ -63,6 +83,8 @@ def _histogram(name: str, what: str, labels: list[str], registry: CollectorRegis
 
 _COUNTS = {
     "tokens": "Tokens received from engines.",
+    "prompt_tokens": "Tokens of prompts that engines accepted; replays are not counted again.",
+    "cached_tokens": "Of the prompt tokens, those found in kept KV.",
     "replays": "Requests given to a successor with what was generated so far.",
     "failovers": "Times that requests lost their engine.",
     "stale_events": "Engine events dropped: of an older epoch, another engine, or a request that ended.",
@@ -74,6 +96,8 @@ _COUNTS = {
 
 
 class _WorkerCollector(Collector):
+    """Reads from a thread of its own: it takes copies of what the loop may change, each by one call."""
+
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
@@ -81,17 +105,24 @@ class _WorkerCollector(Collector):
         return []  # without it the registry would collect once to learn the names
 
     def collect(self) -> Iterable[Metric]:
-        workers = [worker for worker in self._gateway.workers.values() if isinstance(worker, Worker)]
+        workers = [worker for worker in list(self._gateway.workers.values()) if isinstance(worker, Worker)]
         for field, what in _COUNTS.items():
             counter = CounterMetricFamily(f"shadowsup_gateway_{field}", what, labels=["worker"])
             for worker in workers:
                 counter.add_metric([worker.name], getattr(worker.counts, field))
             yield counter
+        gaps = HistogramMetricFamily(
+            "shadowsup_gateway_inter_token_seconds", "Between the tokens of a stream, pauses of a failover included.", labels=["worker"]
+        )
+        for worker in workers:
+            buckets = worker.counts.gaps
+            gaps.add_metric([worker.name], cumulative(buckets.bounds, buckets.counts), buckets.sum)
+        yield gaps
         held = GaugeMetricFamily("shadowsup_gateway_held", "Requests that wait for an engine.", labels=["worker"])
         inflight = GaugeMetricFamily("shadowsup_gateway_inflight", "Requests that have not ended.", labels=["worker"])
         epoch = GaugeMetricFamily("shadowsup_gateway_epoch", "The newest epoch known.", labels=["worker"])
         serving = GaugeMetricFamily("shadowsup_gateway_serving", "1 while an engine takes requests.", labels=["worker"])
-        for each in self._gateway.workers.values():
+        for each in list(self._gateway.workers.values()):
             inflight.add_metric([each.name], each.inflight)
             serving.add_metric([each.name], float(self._gateway.serves(each)))
             if isinstance(each, Worker):

@@ -56,7 +56,7 @@ class GatewayProcess:
         app.on_shutdown.append(self._finish)
         # Without handler_cancellation a client that leaves would go unnoticed until the next write, which may be a failover away.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_UNWIND_S)
-        self._channel = SupervisorChannel(spec.beat_endpoint, spec.heartbeat_s, self._beat, self._order)
+        self._channel = SupervisorChannel(spec.beat_endpoint, spec.heartbeat_s, self._beat, self._order, metrics.node.take)
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._grace_s = SIGNAL_GRACE_S

@@ -236,7 +236,7 @@ class Server:
         return _json({"ready": ready, "draining": self._gateway.draining, "workers": workers}, 200 if ready else 503)
 
     async def _exposition(self, http: web.Request, record: Record) -> web.StreamResponse:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=await self._metrics.all(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _body(http: web.Request) -> bytes:

@@ -72,6 +72,7 @@ class Stream:
         "held_since_s",
         "interrupted_at_s",
         "last_refusal",
+        "last_token_s",
         "outlet",
         "output_ids",
         "prompt_ids",
@@ -107,6 +108,8 @@ class Stream:
         self.retry_at_s: float | None = None
         """Set when the engine said "not now": when to ask it again, if no other event brings that about before."""
         self.last_refusal = ""
+        self.last_token_s: float | None = None
+        """When the last token came, from whichever engine."""
         self._last_epoch = 0
         self._resubmissions = 0
         self._refusals = 0

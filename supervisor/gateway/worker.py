@@ -10,8 +10,9 @@ The core of a failover, in the order in which it happens:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shadowsup.histogram import Buckets
 from shadowsup.supervisor.gateway.errors import ApiError, unavailable
 from shadowsup.supervisor.gateway.stream import Misstep, Stream, StreamState
 from shadowsup.wire.engine import EngineState, WorkerRoute
@@ -20,6 +21,9 @@ from shadowsup.wire.link import Accepted, Cancel, FromEngine, Hello, Rejected, S
 Send = Callable[[str, Sequence[ToEngine]], bool]
 """Puts messages for an engine in one frame. False: it has no link (its `link_lost` is on the way), or does not read fast enough to be sent
 what can be done without (`Stage`)."""
+
+GAP_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the buckets of the time between two tokens, seconds."""
 
 NO_HOPE = frozenset({"down", "stopped"})
 """Worker states in which no engine will come by itself: waiting would only postpone the error."""
@@ -30,6 +34,9 @@ class Counts:
     """Totals since the worker appeared in the routing table."""
 
     tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens: found in kept KV."""
     replays: int = 0
     failovers: int = 0
     """Times that streams were held because their engine was lost."""
@@ -40,6 +47,8 @@ class Counts:
     missteps: int = 0
     refusals: int = 0
     gave_up: int = 0
+    gaps: Buckets = field(default_factory=lambda: Buckets(GAP_S))
+    """Seconds between the tokens of a stream, pauses of a failover included."""
 
 
 class Worker:
@@ -144,6 +153,8 @@ class Worker:
                 known = stream.prompt_ids is not None
                 stream.accepted(event)
                 if not known:
+                    counts.prompt_tokens += stream.prompt_tokens
+                    counts.cached_tokens += stream.cached_tokens
                     for other in self._staged:
                         if self._engines[other].state is EngineState.PARKED:
                             self._stage(other, [stream])
@@ -250,7 +261,12 @@ class Worker:
             self.counts.missteps += 1
             self._refused(stream, f"engine {stream.engine} sent {misstep}", now)
             return
-        self.counts.tokens += len(stream.output_ids) - before
+        new = len(stream.output_ids) - before
+        self.counts.tokens += new
+        if new:
+            if stream.last_token_s is not None:
+                self.counts.gaps.observe((now - stream.last_token_s) / new, new)
+            stream.last_token_s = now
         self.counts.repeated_chars += len(event.text) - len(text)
         if stream.interrupted_at_s is not None:
             if self._resumed is not None:

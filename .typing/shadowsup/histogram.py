@@ -1,0 +1,1 @@
+../../shadowsup/histogram.py
