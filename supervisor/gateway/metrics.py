@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -28,6 +28,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._engines: EngineMetrics | None = None
+        self._names: Callable[[], list[str]] = list
         self.node = NodeMetrics()
         """What the supervisor tells."""
         self._registry.register(self.node)
@@ -52,6 +53,7 @@ class Metrics:
         """Read ``gateway`` at each scrape, and the servers of workers that have metrics of their own."""
         self._registry.register(_WorkerCollector(gateway))
         self._engines = EngineMetrics(lambda: gateway.workers.values())
+        self._names = lambda: [worker.name for worker in list(gateway.workers.values()) if isinstance(worker, Worker)]
 
     def request(self, endpoint: str, worker: str, status: int, seconds: float) -> None:
         self._requests.labels(endpoint, worker, str(status)).inc()
@@ -68,6 +70,10 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """Return what this process knows."""
+        # A series that begins with its first event has no increase at that event: all begin at 0.
+        for name in self._names():
+            for each in (self._first_text, self._pause, self._slow_clients):
+                each.labels(name)
         return generate_latest(self._registry)
 
     async def all(self) -> bytes:
