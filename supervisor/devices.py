@@ -39,12 +39,13 @@ class ComputeMode(str, enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU, or one MIG instance of a divided one (``parent``: UUID of that; ``index``: the parent's). ``memory`` in bytes."""
+    """A GPU, or one MIG instance of a divided one (``parent``: UUID of that; ``index``: the parent's). ``memory``, ``used`` in bytes."""
 
     uuid: str
     index: int
     name: str
     memory: int
+    used: int = 0
     bus_id: str = ""
     parent: str = ""
     mig_enabled: bool = False
@@ -84,7 +85,7 @@ def _read(nvml: Nvml, index: int) -> Iterator[Gpu]:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         uuid, name = _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))
-        memory = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
     except Exception:  # NVMLError_GpuIsLost and the like
         return
@@ -94,7 +95,8 @@ def _read(nvml: Nvml, index: int) -> Iterator[Gpu]:
         uuid=uuid,
         index=index,
         name=name,
-        memory=memory,
+        memory=int(memory.total),
+        used=int(getattr(memory, "used", 0)),
         bus_id=bus_id,
         mig_enabled=divided,
         compute_mode=list(ComputeMode)[mode] if 0 <= mode < len(ComputeMode) else ComputeMode.DEFAULT,
@@ -102,11 +104,19 @@ def _read(nvml: Nvml, index: int) -> Iterator[Gpu]:
     for instance in range(_ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0) if divided else 0):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, instance)
-            part_uuid, part_memory = _text(nvml.nvmlDeviceGetUUID(part)), int(nvml.nvmlDeviceGetMemoryInfo(part).total)
+            part_uuid, part_memory = _text(nvml.nvmlDeviceGetUUID(part)), nvml.nvmlDeviceGetMemoryInfo(part)
         except Exception:  # not every possible instance exists
             continue
         part_name = _ask(functools.partial(nvml.nvmlDeviceGetName, part), f"{name} MIG")
-        yield Gpu(uuid=part_uuid, index=index, name=_text(part_name), memory=part_memory, bus_id=bus_id, parent=uuid)
+        yield Gpu(
+            uuid=part_uuid,
+            index=index,
+            name=_text(part_name),
+            memory=int(part_memory.total),
+            used=int(getattr(part_memory, "used", 0)),
+            bus_id=bus_id,
+            parent=uuid,
+        )
 
 
 def _ask(question: Callable[[], T], otherwise: T) -> T:

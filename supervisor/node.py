@@ -22,7 +22,7 @@ import zmq
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.supervisor import figures, node_setup, verbs, voice
+from shadowsup.supervisor import device_memory, figures, node_setup, status, verbs, voice
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
 from shadowsup.supervisor.control import ControlServer
@@ -30,7 +30,7 @@ from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
-from shadowsup.supervisor.node_sensor import SensorPart
+from shadowsup.supervisor.node_sensor import SensorPart, learn_overheads
 from shadowsup.supervisor.node_worker import WorkerOwner, tell_when_up
 from shadowsup.supervisor.part_process import PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
@@ -101,6 +101,9 @@ class Node:
         self.gpus: list[dict[str, Any]] = []
         self.listen = port_of(sockets)
         self._sockets = sockets
+        self._overheads = device_memory.Overheads(paths.overheads)
+        self._overhead_keys: dict[str, dict[str, str]] = {}
+        self._baselines: dict[str, int] = {}
         self._report = reporter
         self._adapters = dict(adapters or {})
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,7 +188,7 @@ class Node:
     async def _start(self) -> None:
         config = self.config
         plans = await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self._report)
-        self.gpus = plans.gpus
+        self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
         self._report(f"listening on {self.listen}")
         self.scribe = ScribePart(self.part_host)
         self.scribe.start()
@@ -389,6 +392,12 @@ class Node:
         while True:
             await asyncio.sleep(SENSOR_LOOK_S)
             sensor.end_if_silent(time.monotonic())
+            if sensor.stale(time.monotonic()):
+                continue
+            kept = status.kept_by_device(self.keeper)
+            for uuid, size in learn_overheads(sensor, self.workers, self._overhead_keys, self._baselines, kept, self._overheads).items():
+                words = f"an engine takes {device_memory.gib(size)} of GPU {uuid} beside weights and KV"
+                self.journal.add("gpu.overhead", words, data={"gpu_uuid": uuid, "bytes": size})
 
     def _gpu_news(self, news: GpuNews) -> None:
         index = next((gpu["index"] for gpu in self.gpus if gpu["uuid"] == news.uuid), "?")

@@ -5,14 +5,19 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shadowsup.supervisor.device_memory import Overheads, measured
 from shadowsup.supervisor.part_process import Part, PartHost
+from shadowsup.supervisor.policy.model import WorkerState
 from shadowsup.supervisor.policy.part import PartSettings, PartState
 from shadowsup.wire.sensor import GpuNews, GpuReading, SensorBeat
+
+if TYPE_CHECKING:
+    from shadowsup.supervisor.node_worker import WorkerOwner
 
 SILENT_S = 10.0
 """A sensor that says nothing for so long hangs in the driver: it is killed and replaced. Reading 8 GPUs takes some 10 ms."""
@@ -109,3 +114,34 @@ def gpu_status(gpu: dict[str, Any], sensor: SensorPart | None, kept: dict[str, i
         # In a PID namespace of its own a container sees other numbers than NVML: then whose the rest is cannot be told.
         found["memory"].update({"engines": mine, "foreign": max(0, rest - mine)} if mine else {"other": rest})
     return found
+
+
+def learn_overheads(
+    sensor: SensorPart,
+    owners: Mapping[str, WorkerOwner],
+    keys: Mapping[str, Mapping[str, str]],
+    baselines: Mapping[str, int],
+    kept: Mapping[str, Mapping[str, int]],
+    book: Overheads,
+) -> dict[str, int]:
+    """Once all that is on a GPU is up and quiet, what is neither kept nor others' is what its engines cost it.
+
+    Args:
+        keys: worker → device UUID → the key in ``book``.
+        baselines: device UUID → bytes in use before this node.
+        kept: device UUID → kind → bytes of our segments.
+
+    Returns: device UUID → bytes an engine, of those that were news.
+    """
+    news = {}
+    for uuid, reading in sensor.readings().items():
+        here = [owners[name] for name, mine in keys.items() if uuid in mine and name in owners]
+        if not here or reading.memory_used is None or any(owner.policy.state is not WorkerState.HEALTHY for owner in here):
+            continue
+        engines = sum(len(owner.policy.engines) for owner in here)
+        if engines != sum(1 + owner.policy.settings.shadows for owner in here):
+            continue  # one more is on its way in or out
+        size = measured(reading.memory_used, baselines.get(uuid, 0), sum(kept.get(uuid, {}).values()), engines)
+        if size is not None and book.learn({keys[owner.name][uuid]: size for owner in here}):
+            news[uuid] = size
+    return news

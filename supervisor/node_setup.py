@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shadowsup.supervisor import devices, runtime_dir
+from shadowsup.supervisor import device_memory, devices, model_facts, runtime_dir
 from shadowsup.supervisor import sockets as tcp
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
 from shadowsup.supervisor.config.model import Backend, EngineKind
@@ -157,6 +157,10 @@ class Plan:
     backend: str | None = None
     keeper_gpus: tuple[str, ...] = ()
     gpus: list[dict[str, Any]] = field(default_factory=list)
+    baselines: dict[str, int] = field(default_factory=dict)
+    """Device UUID → bytes that were in use before anything was started."""
+    overhead_keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Worker → device UUID → the key of what an engine of it costs there."""
 
 
 async def plan(
@@ -202,7 +206,34 @@ async def plan(
         spares = [gpu.uuid for plan in sharing for gpu in devices.resolve(plan.config.spares, inventory)]
         made.keeper_gpus = tuple(dict.fromkeys([*(uuid for plan in sharing for uuid in plan.gpus), *spares]))
         _check_sharing(sharing, made.keeper_gpus)
+        made.baselines = {gpu.uuid: gpu.used for gpu in inventory}
+        made.overhead_keys = {
+            plan.name: {gpu.uuid: device_memory.Overheads.key(plan.config, gpu) for gpu in inventory if gpu.uuid in plan.gpus}
+            for plan in sharing
+        }
+        await _refuse_what_does_not_fit(sharing, inventory, paths, report)
     return made
+
+
+async def _refuse_what_does_not_fit(
+    plans: Sequence[WorkerPlan], inventory: Sequence[devices.Gpu], paths: NodePaths, report: Callable[[str], None]
+) -> None:
+    """Raises SupervisorError: the devices have no room for what is planned; the message has the arithmetic."""
+    overheads = device_memory.Overheads(paths.overheads)
+    shares: list[device_memory.Share] = []
+    for plan in plans:
+        mine = [gpu for gpu in inventory if gpu.uuid in plan.gpus]
+        facts: dict[str, Any] = {}
+        if model_facts.known(plan.config) and isinstance(plan.recipe, KeptRecipe):
+            facts = await model_facts.ask(plan.config, plan.recipe.python, plan.recipe.env, min(gpu.memory for gpu in mine))
+        key = model_facts.weights_key(facts, plan.config) if facts else ""
+        shares += device_memory.shares(plan.config, mine, facts, overheads, key)
+    verdicts = device_memory.judge(inventory, shares)
+    full = [verdict.words() for verdict in verdicts if verdict.fits is False]
+    if full:
+        raise SupervisorError("\n".join(full), "make kv.size smaller, run fewer shadows, or end what else is on the GPU (shadowsup doctor)")
+    for verdict in verdicts:
+        report(verdict.words())
 
 
 def _check_sharing(plans: Sequence[WorkerPlan], gpus: Sequence[str]) -> None:

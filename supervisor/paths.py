@@ -21,6 +21,11 @@ class NodePaths:
         self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @property
+    def overheads(self) -> Path:
+        """What engines were measured to cost their devices."""
+        return self.state / "overheads.json"
+
+    @property
     def control(self) -> Path:
         return self.runtime / runtime_dir.CONTROL_SOCKET
 

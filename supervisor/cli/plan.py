@@ -14,9 +14,12 @@ from shadowsup.supervisor.cli.output import Column, bold, colored, cut, echo_jso
 from shadowsup.supervisor.errors import ExitCode
 
 if TYPE_CHECKING:
-    from shadowsup.supervisor.cli.plan_memory import Verdict
+    from shadowsup.supervisor.cli.plan_memory import Model, Verdict
     from shadowsup.supervisor.cli.plan_processes import Process
-    from shadowsup.supervisor.config import LoadedConfig
+    from shadowsup.supervisor.config import LoadedConfig, NodeConfig
+    from shadowsup.supervisor.device_memory import DeviceVerdict
+    from shadowsup.supervisor.devices import Gpu
+    from shadowsup.supervisor.paths import NodePaths
 
 
 @click.command()
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
 def plan(ctx: click.Context, config: Path, output: str) -> int:
     """Show what CONFIG would run, with which command lines, and whether it fits into this machine's memory now. Nothing is started.
 
-    Weights and KV are worked out from the headers of the model's files; what is an estimate is marked with ~. GPU memory is not
-    checked yet.
+    Weights and KV are worked out from the headers of the model's files; what is an estimate is marked with ~. What an engine takes of
+    its GPU besides is an estimate until this node has run once, and measured from then on.
 
     Exit code 0: it fits. 1: it does not, or that cannot be told. 2: the config, or a model that it names, cannot be used.
     """
@@ -82,14 +85,26 @@ def make(loaded: LoadedConfig, *, explicit: Path | None = None) -> Plan:
     Raises:
         SupervisorError: (exit code 2) a model or an interpreter cannot be used.
     """
-    from shadowsup.supervisor import runtime_dir
+    from shadowsup.supervisor import devices, model_facts, runtime_dir
     from shadowsup.supervisor.cli import plan_memory, plan_processes
     from shadowsup.supervisor.paths import NodePaths
 
     config = loaded.config
     runtime = runtime_dir.for_start(config.node.name, explicit=explicit, configured=config.node.runtime_dir, environ=os.environ)
     paths = NodePaths(runtime=runtime, state=config.node.state_dir)
-    models = [plan_memory.read_model(worker, paths) for worker in config.workers if worker.engine.has_nursery]
+    found, why = _gpus(config)
+    resolved, reasons = {}, [why] if why else []
+    for worker in config.workers:
+        try:
+            resolved[worker.name] = devices.resolve(worker.gpus, found) if worker.gpus and not why else ()
+        except devices.DeviceError as error:
+            reasons.append(f"{worker.name}: {error.message}")
+            resolved[worker.name] = ()
+    models = [
+        plan_memory.read_model(worker, paths, min((gpu.memory for gpu in resolved[worker.name]), default=None))
+        for worker in config.workers
+        if model_facts.known(worker)
+    ]
     processes = plan_processes.parts(config, paths)
     for worker in config.workers:
         processes += plan_processes.engines(config, worker, paths)
@@ -99,8 +114,38 @@ def make(loaded: LoadedConfig, *, explicit: Path | None = None) -> Plan:
         running=runtime_dir.serving(runtime),
         processes=processes,
         models={model.worker: model.facts for model in models},
-        verdict=plan_memory.judge(config, models),
+        verdict=plan_memory.judge(
+            config, models, devices=_device_verdicts(config, paths, models, found, resolved), unknown_devices="; ".join(reasons)
+        ),
     )
+
+
+def _gpus(config: NodeConfig) -> tuple[tuple[Gpu, ...], str]:
+    """Return the GPUs of this machine, and why they are not known. Nobody is asked when no worker wants one."""
+    from shadowsup.supervisor import devices
+
+    if not any(worker.gpus for worker in config.workers):
+        return (), ""
+    try:
+        found = devices.read_gpus()
+    except devices.DeviceError as error:
+        return (), error.message
+    return found, "" if found else "there is no GPU on this machine"
+
+
+def _device_verdicts(
+    config: NodeConfig, paths: NodePaths, models: list[Model], gpus: tuple[Gpu, ...], resolved: dict[str, tuple[Gpu, ...]]
+) -> tuple[DeviceVerdict, ...]:
+    from shadowsup.supervisor import device_memory, model_facts
+
+    facts = {model.worker: model.facts for model in models}
+    overheads = device_memory.Overheads(paths.overheads)
+    shares = []
+    for worker in config.workers:
+        mine = facts.get(worker.name, {})
+        key = model_facts.weights_key(mine, worker) if mine else ""
+        shares += device_memory.shares(worker, resolved[worker.name], mine, overheads, key)
+    return device_memory.judge(gpus, shares)
 
 
 def render(plan: Plan) -> str:
@@ -159,5 +204,6 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         *table(_COLUMNS, rows).splitlines(),
         "",
         cut(f"can be had: {verdict.available}", width()),
+        *(device.words() for device in verdict.devices),
         f"{colored(found, state)}: {verdict.reason}",
     ]

@@ -16,10 +16,12 @@ from typing import Any
 
 from shadowsup.memkeeper.backends.host_memory import Available
 from shadowsup.memkeeper.backends.host_memory import available as host_available
+from shadowsup.supervisor import model_facts
 from shadowsup.supervisor.cli.output import count, plural, size
 from shadowsup.supervisor.cli.plan_processes import engine_env, interpreter
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
 from shadowsup.supervisor.config.model import EngineKind
+from shadowsup.supervisor.device_memory import DeviceVerdict
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.paths import NodePaths
 
@@ -30,7 +32,6 @@ NURSERY = 256 * MIB
 """Torch and transformers imported: 261 MiB anonymous memory measured. Its forks share most of it."""
 ENGINE = 192 * MIB
 """An engine beside kept memory: 90 MiB of a parked one, 170 MiB after 4 requests at once."""
-ASK_S = 60.0
 NOT_HERE = 3
 """Exit code of the estimate: a repository that would have to be downloaded."""
 
@@ -66,14 +67,15 @@ class Verdict:
     available: str
     fits: bool | None
     reason: str
+    devices: tuple[DeviceVerdict, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {**asdict(self), "needs": [asdict(need) for need in self.needs]}
+        return {**asdict(self), "needs": [asdict(need) for need in self.needs], "devices": [one.as_dict() for one in self.devices]}
 
 
-def read_model(worker: WorkerConfig, paths: NodePaths) -> Model:
-    """Ask the worker's interpreter what its engines will need.
+def read_model(worker: WorkerConfig, paths: NodePaths, device: int | None = None) -> Model:
+    """Ask the worker's interpreter what its engines will need. ``device``: bytes of its GPU.
 
     Raises:
         SupervisorError: (exit code 2) there is no such model, or the worker's arguments do not go with it.
@@ -84,14 +86,15 @@ def read_model(worker: WorkerConfig, paths: NodePaths) -> Model:
             from shadowsup.supervisor.pypath import make_pypath
 
             make_pypath(scratch.runtime)
-        command = [interpreter(worker), "-m", "shadowsup.workers.transformers.estimate", str(worker.model)]
-        command += ["--dtype", worker.dtype.value, "--args", json.dumps(worker.args), "--kv-size", str(worker.kv.size or 0)]
-        command += ["--block-tokens", str(worker.kv.block_tokens)]
-        command += [] if worker.kv.reserve is None else ["--reserve", str(worker.kv.reserve)]
-        command += [] if worker.revision is None else ["--revision", worker.revision]
+        command = model_facts.command(worker, interpreter(worker), device)
         try:
             done = subprocess.run(
-                command, env=engine_env(worker, scratch), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S
+                command,
+                env=engine_env(worker, scratch),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=model_facts.ASK_S,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SupervisorError(f"worker {worker.name}: {command[0]} cannot be asked for its model: {error}", "is it a Python?") from None
@@ -104,8 +107,18 @@ def read_model(worker: WorkerConfig, paths: NodePaths) -> Model:
     return Model(worker=worker.name, facts=facts)
 
 
-def judge(config: NodeConfig, models: Iterable[Model], figures: Callable[[], Available] = host_available) -> Verdict:
-    """Add up what will be needed of main memory and compare it with what can be had now."""
+def judge(
+    config: NodeConfig,
+    models: Iterable[Model],
+    figures: Callable[[], Available] = host_available,
+    devices: tuple[DeviceVerdict, ...] = (),
+    unknown_devices: str = "",
+) -> Verdict:
+    """Add up what will be needed of main memory and compare it with what can be had now; then see whether the GPUs have room.
+
+    Args:
+        unknown_devices: why it cannot be told which GPUs there are.
+    """
     found = {model.worker: model for model in models}
     needs = [Need(what="parts of the node", worker=None, size=PARTS, how="supervisor, scribe, memkeeper, gateway", estimate=True)]
     if any(worker.engine.has_nursery for worker in config.workers):
@@ -117,7 +130,7 @@ def judge(config: NodeConfig, models: Iterable[Model], figures: Callable[[], Ava
             if worker.kv.size is not None and not worker.gpus:
                 needs.append(Need(what="KV", worker=worker.name, size=worker.kv.size, how="kv.size"))
         elif worker.engine.keeps_memory:
-            needs += _kept(worker, found[worker.name], shared)
+            needs += _kept(worker, found.get(worker.name) or Model(worker=worker.name, facts={}), shared)
         else:
             needs.append(Need(what="engine", worker=worker.name, size=None, how="a command: not counted"))
     now = figures()
@@ -125,13 +138,18 @@ def judge(config: NodeConfig, models: Iterable[Model], figures: Callable[[], Ava
     # Workers load one after the other or at once, as it happens: the largest alone is the least that is needed.
     needed = lasting + max((need.size or 0 for need in needs if need.passing), default=0)
     unknown = [f"{model.worker}: {model.unknown}" for model in found.values() if model.unknown]
+    full = [verdict.words() for verdict in devices if verdict.fits is False]
+    unknown += [verdict.words() for verdict in devices if verdict.fits is None]
+    unknown += [unknown_devices] if unknown_devices else []
     if needed > now.usable:
         fits, reason = False, f"{size(needed)} needed, {size(now.usable)} can be had now"
+    elif full:
+        fits, reason = False, "; ".join(full)
     elif unknown:
         fits, reason = None, "; ".join(unknown)
     else:
         fits, reason = True, f"{size(needed)} of {size(now.usable)}"
-    return Verdict(needs=tuple(needs), needed=needed, usable=now.usable, available=str(now), fits=fits, reason=reason)
+    return Verdict(needs=tuple(needs), needed=needed, usable=now.usable, available=str(now), fits=fits, reason=reason, devices=devices)
 
 
 def _kept(worker: WorkerConfig, model: Model, shared: dict[str, str]) -> list[Need]:
@@ -146,12 +164,12 @@ def _kept(worker: WorkerConfig, model: Model, shared: dict[str, str]) -> list[Ne
         kv += ", kv.size: auto"
     if worker.gpus:
         return [
-            Need(what="weights", worker=name, size=None, how=f"GPU memory, not checked: {size(facts['weights'])}"),
-            Need(what="KV", worker=name, size=None, how=f"GPU memory, not checked: {kv}"),
+            Need(what="weights", worker=name, size=None, how=f"in GPU memory: {size(facts['weights'])}"),
+            Need(what="KV", worker=name, size=None, how=f"in GPU memory: {kv}"),
             *needs,
         ]
     # Kept weights are shared by whoever agrees in all that their bytes depend on.
-    key = json.dumps([facts["path"], facts["revision"], facts["dtype"], dict(worker.args)], sort_keys=True, default=str)
+    key = model_facts.weights_key(facts, worker)
     item = facts["weights"] // max(facts["parameters"], 1)
     how = f"{facts['parameters'] / 1e6:,.1f} M parameters × {item} B ({facts['dtype']})"
     if key in shared:

@@ -76,3 +76,17 @@ async def test_one_mig_instance_is_all_that_a_node_can_use(tmp_path: Path, monke
         await plan(tmp_path, {"gpus": [MIG_1]}, {"gpus": [MIG_2]}, monkeypatch=monkeypatch)
     with pytest.raises(SupervisorError, match="is divided by MIG"):
         await plan(tmp_path, {"gpus": [2]}, monkeypatch=monkeypatch)
+
+
+async def test_what_does_not_fit_on_its_gpu_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        SupervisorError, match=r"GPU 0 \(H200\): 259\.0 GiB of 128\.0 GiB needed, does not fit: .*w1: .*KV 100\.0 GiB"
+    ) as refused:
+        await plan(
+            tmp_path,
+            {"gpus": [0], "kv": {"size": "150GiB"}},
+            {"gpus": [0], "kv": {"size": "100GiB"}},
+            {"gpus": [1]},
+            monkeypatch=monkeypatch,
+        )
+    assert "kv.size smaller" in refused.value.hint

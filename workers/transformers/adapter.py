@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -28,13 +27,6 @@ from shadowsup.workers.transformers.batch import Piece
 from shadowsup.workers.transformers.executor import Executor
 from shadowsup.workers.transformers.tokenizer import PromptError
 from shadowsup.workers.weights import WeightStore
-
-_HOST_SHARE = 0.125
-"""Of the machine's memory: what KV takes at most where the config leaves its size to the engine."""
-
-_DEVICE_SHARE = 0.97
-_ENGINE_OVERHEAD = 3 * 1024**3 // 2
-"""Bytes an engine costs its device beside weights and KV: context, workspaces, graphs, activations."""
 
 log = logging.getLogger("shadowsup.engine")
 
@@ -119,23 +111,16 @@ class TransformersEngine:
         self._context_limit = f"its KV cache holds {capacity}" if capacity < longest else f"its context is {longest}"
 
     def _own_choice(self, spec: EngineSpec, loaded: loader.Loaded, longest: int) -> int:
-        shape = loaded.shape
-        wanted = (self._arguments.max_batch * -(-longest // shape.block_tokens) + 2 * self._arguments.max_batch) * shape.block_bytes
-        # Of what there is, not of what is free: a shadow must come to the same figure when the first engine has taken its part.
-        if self._device.type == "cuda":
-            total = int(torch.cuda.get_device_properties(self._device).total_memory * _DEVICE_SHARE)
-            # One engine more: the dead one's memory is given back only after its successor serves.
-            overhead = (2 + spec.shadows) * _ENGINE_OVERHEAD
-            left = total - loaded.kept.nbytes - overhead
-            if left < shape.block_bytes:
-                raise WorkerError(
-                    f"no memory is left for KV: the device has {total} bytes to use, weights take {loaded.kept.nbytes}, "
-                    f"{2 + spec.shadows} engines {overhead}",
-                    "use a smaller model, fewer shadows or another GPU",
-                    fatal=True,
-                )
-            return min(wanted, left)
-        return min(wanted, int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _HOST_SHARE))
+        on_gpu = self._device.type == "cuda"
+        return arguments.choose_kv(
+            self._arguments,
+            longest=longest,
+            block_tokens=loaded.shape.block_tokens,
+            block_bytes=loaded.shape.block_bytes,
+            device=torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+            weights=loaded.kept.nbytes,
+            shadows=spec.shadows,
+        )
 
     @property
     def max_context(self) -> int:

@@ -46,6 +46,12 @@ class Arguments:
         return int(given) if given.isdigit() and int(given) > 0 else None
 
 
+HOST_SHARE = 0.125
+"""Of the machine's memory: what KV takes at most where the config leaves its size to the engine."""
+DEVICE_SHARE = 0.97
+ENGINE_OVERHEAD = 3 * 1024**3 // 2
+"""Bytes an engine costs its device beside weights and KV: context, workspaces, graphs, activations."""
+
 GPU_DEFAULTS: Mapping[str, object] = {"max_batch": 64, "max_batch_tokens": 4096}
 
 
@@ -77,6 +83,35 @@ def parse(args: Mapping[str, object], *, gpu: bool = False) -> Arguments:
         else:
             return parsed
     raise WorkerError("; ".join(wrong), "correct args: of the worker", fatal=True)
+
+
+def choose_kv(args: Arguments, *, longest: int, block_tokens: int, block_bytes: int, device: int | None, weights: int, shadows: int) -> int:
+    """Return the bytes of a KV cache whose size the config leaves to the engine: for ``max_batch`` requests of ``longest`` tokens, or less.
+
+    Of what there is, not of what is free: a shadow must come to the same figure when the first engine has taken its part.
+
+    Args:
+        device: bytes of the GPU; None: main memory.
+        weights: bytes of the weights on it.
+
+    Raises:
+        WorkerError: (fatal) nothing is left.
+    """
+    wanted = args.max_batch * (-(-longest // block_tokens) + 2) * block_bytes
+    if device is None:
+        return min(wanted, int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE))
+    # One engine more: the dead one's memory is given back only after its successor serves.
+    engines = 2 + shadows
+    usable = int(device * DEVICE_SHARE)
+    left = usable - weights - engines * ENGINE_OVERHEAD
+    if left < block_bytes:
+        raise WorkerError(
+            f"no memory is left for KV: the device has {usable} bytes to use, weights take {weights}, "
+            f"{engines} engines {engines * ENGINE_OVERHEAD}",
+            "use a smaller model, fewer shadows or another GPU",
+            fatal=True,
+        )
+    return min(wanted, left)
 
 
 def _problem(name: str, value: object) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,6 @@ from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.transformers import arguments, headers, model_ref
 
 NOT_HERE = 3
-HOST_SHARE = 0.125
-"""Of all memory: what a KV cache of ``kv.size: auto`` takes at most (the adapter's own choice, see there)."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -38,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-size", type=int, default=0, help="bytes; 0: auto")
     parser.add_argument("--block-tokens", type=int, default=16)
     parser.add_argument("--reserve", type=int, default=None)
+    parser.add_argument("--device", type=int, default=None, help="bytes of the GPU that it runs on")
+    parser.add_argument("--shadows", type=int, default=1)
     given = parser.parse_args(argv)
     try:
         print(json.dumps(estimate(given)))
@@ -56,7 +55,7 @@ def estimate(given: argparse.Namespace) -> dict[str, object]:
     Raises:
         WorkerError: as the engine itself would say.
     """
-    args = arguments.parse(json.loads(given.args))
+    args = arguments.parse(json.loads(given.args), gpu=given.device is not None)
     files = model_ref.resolve(given.model, given.revision, _cached)
     if files.kind is model_ref.RefKind.DUMMY or args.load_format == "dummy":
         if args.config is None:
@@ -72,7 +71,15 @@ def estimate(given: argparse.Namespace) -> dict[str, object]:
     item = ITEM_BYTES.get(dtype, 4)
     block = facts.layers * 2 * given.block_tokens * facts.heads * facts.head_dim * item
     longest = min(facts.context, args.max_context or facts.context)
-    kv = given.kv_size or _own_choice(args.max_batch, longest, given.block_tokens, block)
+    kv = given.kv_size or arguments.choose_kv(
+        args,
+        longest=longest,
+        block_tokens=given.block_tokens,
+        block_bytes=block,
+        device=given.device,
+        weights=facts.parameters * item,
+        shadows=given.shadows,
+    )
     blocks = kv // block
     reserve = given.reserve if given.reserve is not None else min(2 * args.max_batch, blocks // 4)
     if blocks - reserve < 2:
@@ -99,11 +106,6 @@ def estimate(given: argparse.Namespace) -> dict[str, object]:
         "blocks": blocks,
         "reserve": reserve,
     }
-
-
-def _own_choice(max_batch: int, longest: int, block_tokens: int, block: int) -> int:
-    wanted = max_batch * (-(-longest // block_tokens) + 2) * block
-    return min(wanted, int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * HOST_SHARE))
 
 
 def _cached(repository: str, revision: str | None, gguf: str | None) -> Path:
