@@ -11,6 +11,7 @@ its own and stops it again; what is done is saved after each, so that a time lim
 * ``respawn``: the same with ``shadows: 0``.
 * ``plain``: the same engine without shadowsup, restarted at once.
 * ``throughput``: steady decoding on a node and without one, in turns.
+* ``neighbours``: two workers on one GPU, the first one's engine killed; ``two-gpus``: the same, each on a GPU of its own (not run by default).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_neighbours
 import pynvml
 
 from shadowsup.errors import ShadowsupError
@@ -261,6 +263,17 @@ async def steady(found: dict[str, Any], factor: float) -> None:
     found.update(await throughput.measure(eight_b("12GiB"), plan_of(0, 32, 480, output=256), scaled(4, factor), say))
 
 
+async def neighbours(found: dict[str, Any], factor: float, gpu: int = 0) -> None:
+    content = gpu_neighbours.with_neighbour(eight_b("12GiB"), gpu)
+    async with a_node(content, found) as node:
+        await node.wait_for("healthy", gpu_neighbours.OTHER, timeout_s=120.0)
+        found["2 workers"] = await gpu_neighbours.measure(node, scaled(4, factor), say)
+
+
+async def two_gpus(found: dict[str, Any], factor: float) -> None:
+    await neighbours(found, factor, gpu=1)
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any], float], Awaitable[None]]] = {
     "shadow": shadow,
     "often": often,
@@ -268,7 +281,10 @@ SECTIONS: dict[str, Callable[[dict[str, Any], float], Awaitable[None]]] = {
     "exact": exact,
     "plain": without,
     "throughput": steady,
+    "neighbours": neighbours,
+    "two-gpus": two_gpus,
 }
+DEFAULT = [name for name in SECTIONS if name != "two-gpus"]
 
 
 def scaled(count: int, factor: float) -> int:
@@ -302,7 +318,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.sections if name not in SECTIONS]:
         parser.error(f"no section {unknown[0]}; there are {', '.join(SECTIONS)}")
-    return asyncio.run(run(options.sections or list(SECTIONS), options.save, options.seconds, options.factor))
+    return asyncio.run(run(options.sections or DEFAULT, options.save, options.seconds, options.factor))
 
 
 if __name__ == "__main__":

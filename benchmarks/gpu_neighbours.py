@@ -1,0 +1,93 @@
+"""Two workers, each with a shadow, on one GPU or on two: what the streams of one feel when the other's engine is killed.
+
+Sections of `gpu_failover`: ``neighbours`` puts both on the first GPU, ``two-gpus`` each on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+
+from shadowsup.supervisor.bench import failover
+from shadowsup.supervisor.bench.client import Stream, stream_chat
+from shadowsup.supervisor.bench.figures import percentiles
+from shadowsup.supervisor.bench.node import Node, engine_of
+from shadowsup.supervisor.bench.prompts import chats, payload
+
+OTHER = "other"
+STREAMS = 16
+OUTPUT_TOKENS = 192
+KILL_AT = 40
+"""Tokens that every stream has got before the kill."""
+
+ANode = Callable[[dict[str, Any], dict[str, Any]], AbstractAsyncContextManager[Node]]
+
+
+def with_neighbour(content: dict[str, Any], gpu: int) -> dict[str, Any]:
+    """Return the config with a second worker like its only one, on ``gpu``."""
+    changed = copy.deepcopy(content)
+    (chat,) = changed["workers"]
+    changed["workers"].append(copy.deepcopy(chat) | {"name": OTHER, "gpus": [gpu]})
+    return changed
+
+
+async def measure(node: Node, kills: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Stream from both workers, undisturbed and then with a kill of the first one's engine; compare the second one's gaps."""
+    async with failover.client_session() as session:
+        quiet = [await _round(node, session, seed, victim=None) async for seed in _counted(2)]
+        killed = [await _round(node, session, 100 + seed, victim="chat") async for seed in _counted(kills)]
+    result = {
+        "kills": kills,
+        "streams": STREAMS,
+        "undisturbed_gap_ms": percentiles([gap for one in quiet for gap in one["other_gaps"]]),
+        "other_gap_ms": percentiles([gap for one in killed for gap in one["other_gaps"]]),
+        "killed_resumed_ms": percentiles([after for one in killed for after in one["resumed"]]),
+        "wrong": [problem for one in (*quiet, *killed) for problem in one["wrong"]],
+        "other_epochs": (await node.worker(OTHER))["epoch"],
+    }
+    say(f"neighbours: {result}")
+    return result
+
+
+async def _counted(number: int) -> AsyncIterator[int]:
+    for one in range(number):
+        yield one
+
+
+async def _round(node: Node, session: aiohttp.ClientSession, seed: int, victim: str | None) -> dict[str, Any]:
+    url = f"{node.url}/v1/chat/completions"
+    seen = {name: [Stream(sent_s=time.monotonic()) for _ in range(STREAMS)] for name in ("chat", OTHER)}
+    asked = [
+        asyncio.create_task(stream_chat(session, url, payload(name, chat, OUTPUT_TOKENS), into))
+        for name, streams in seen.items()
+        for chat, into in zip(chats(STREAMS, 60, seed), streams, strict=True)
+    ]
+    await asyncio.gather(*(stream.reached(KILL_AT) for streams in seen.values() for stream in streams))
+    killed_s = time.monotonic()
+    if victim is not None:
+        os.kill((await engine_of(node, "active", victim))["pid"], signal.SIGKILL)
+    await asyncio.gather(*asked)
+    if victim is not None:
+        await node.wait_for("healthy", victim, timeout_s=90.0)
+    every = [stream for streams in seen.values() for stream in streams]
+    return {
+        # From the moment of the kill: what prefilling does to the first tokens is another matter.
+        "other_gaps": [_gap_after(stream, killed_s) * 1e3 for stream in seen[OTHER]],
+        "resumed": [after * 1e3 for stream in seen["chat"] if victim is not None and (after := stream.resumed_after(killed_s)) is not None],
+        "wrong": [stream.error or "not complete" for stream in every if stream.error or len(stream.token_ids) != OUTPUT_TOKENS],
+    }
+
+
+def _gap_after(stream: Stream, moment_s: float) -> float:
+    """Return the longest time between two arrivals after ``moment_s``, that in which it lies included."""
+    before = [at for at in stream.arrivals if at <= moment_s][-1:]
+    times = [*before, *(at for at in stream.arrivals if at > moment_s)]
+    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
