@@ -11,7 +11,8 @@ its own and stops it again; what is done is saved after each, so that a time lim
 * ``respawn``: the same with ``shadows: 0``.
 * ``plain``: the same engine without shadowsup, restarted at once.
 * ``throughput``: steady decoding on a node and without one, in turns.
-* ``neighbours``: two workers on one GPU, the first one's engine killed; ``two-gpus``: the same, each on a GPU of its own (not run by default).
+* ``neighbours``: two workers on one GPU, the first one's engine killed; ``two-gpus``: the same, each on a GPU of its own (only when it is
+  named).
 """
 
 from __future__ import annotations

@@ -10,14 +10,13 @@ import copy
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
 from shadowsup.supervisor.bench import failover
-from shadowsup.supervisor.bench.client import Stream, stream_chat
+from shadowsup.supervisor.bench.client import Stream, longest_gap_s, stream_chat
 from shadowsup.supervisor.bench.figures import percentiles
 from shadowsup.supervisor.bench.node import Node, engine_of
 from shadowsup.supervisor.bench.prompts import chats, payload
@@ -27,8 +26,6 @@ STREAMS = 16
 OUTPUT_TOKENS = 192
 KILL_AT = 40
 """Tokens that every stream has got before the kill."""
-
-ANode = Callable[[dict[str, Any], dict[str, Any]], AbstractAsyncContextManager[Node]]
 
 
 def with_neighbour(content: dict[str, Any], gpu: int) -> dict[str, Any]:
@@ -42,8 +39,8 @@ def with_neighbour(content: dict[str, Any], gpu: int) -> dict[str, Any]:
 async def measure(node: Node, kills: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Stream from both workers, undisturbed and then with a kill of the first one's engine; compare the second one's gaps."""
     async with failover.client_session() as session:
-        quiet = [await _round(node, session, seed, victim=None) async for seed in _counted(2)]
-        killed = [await _round(node, session, 100 + seed, victim="chat") async for seed in _counted(kills)]
+        quiet = [await _round(node, session, seed, victim=None) for seed in range(2)]
+        killed = [await _round(node, session, 100 + seed, victim="chat") for seed in range(kills)]
     result = {
         "kills": kills,
         "streams": STREAMS,
@@ -55,11 +52,6 @@ async def measure(node: Node, kills: int, say: Callable[[str], None]) -> dict[st
     }
     say(f"neighbours: {result}")
     return result
-
-
-async def _counted(number: int) -> AsyncIterator[int]:
-    for one in range(number):
-        yield one
 
 
 async def _round(node: Node, session: aiohttp.ClientSession, seed: int, victim: str | None) -> dict[str, Any]:
@@ -89,5 +81,4 @@ async def _round(node: Node, session: aiohttp.ClientSession, seed: int, victim: 
 def _gap_after(stream: Stream, moment_s: float) -> float:
     """Return the longest time between two arrivals after ``moment_s``, that in which it lies included."""
     before = [at for at in stream.arrivals if at <= moment_s][-1:]
-    times = [*before, *(at for at in stream.arrivals if at > moment_s)]
-    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    return longest_gap_s([*before, *(at for at in stream.arrivals if at > moment_s)])
