@@ -117,8 +117,11 @@ class Journal:
         pid: int | None = None,
         epoch: int | None = None,
         data: dict[str, Any] | None = None,
+        gpu_uuid: str | None = None,
+        reason: str | None = None,
     ) -> Event:
-        """Record something that happened now."""
+        """Record something that happened now. Without ``gpu_uuid`` and ``reason`` those of ``data`` are taken (its ``cause``)."""
+        data = data or {}
         self._n += 1
         made = Event(
             n=self._n,
@@ -131,7 +134,9 @@ class Journal:
             pid=pid,
             epoch=epoch,
             message=message,
-            data=data or {},
+            data=data,
+            gpu_uuid=gpu_uuid or data.get("gpu_uuid"),
+            reason=reason or data.get("cause") or data.get("reason"),
         )
         self._ring.append(made)
         self.watch(made)

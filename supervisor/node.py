@@ -99,6 +99,8 @@ class Node:
         self.gateway: GatewayPart | None = None
         self.sensor: SensorPart | None = None
         self.gpus: list[dict[str, Any]] = []
+        self.tells_events = False
+        """The reporter is told events, too, as `voice.EventLine`."""
         self.listen = port_of(sockets)
         self._sockets = sockets
         self._overheads = device_memory.Overheads(paths.overheads)
@@ -334,6 +336,8 @@ class Node:
 
     def _published(self, event: bytes) -> None:
         self._control.publish(event)
+        if self.tells_events:
+            self._report(voice.EventLine(event.decode()))
 
     # --- what workers ask for ---------------------------------------------------------------------------------------------------
 
@@ -445,6 +449,7 @@ async def _run(
     path = str(Path(loaded.path).absolute())
     with voice.apart(reporter) as say:
         node = Node(loaded.config, paths, reporter=say, sockets=sockets, adapters=adapters, config_path=path)
+        node.tells_events = getattr(reporter, "wants_events", False)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)

@@ -229,6 +229,7 @@ class WorkerOwner:
         await self.recipe.watch(process, self.put)
 
     def _announce(self, action: m.Announce) -> None:
+        policy = self.policy
         process = self.engines.get(action.engine or "")
         self._node.journal.add(
             action.event,
@@ -239,6 +240,8 @@ class WorkerOwner:
             pid=process.pid if process is not None else None,
             epoch=action.epoch,
             data=action.data,
+            gpu_uuid=",".join(policy.settings.gpus) or None,
+            reason=policy.reason.partition("\n")[0] or None if action.event == "worker.state" else None,
         )
 
     def _record(self, action: m.Record) -> None:

@@ -49,6 +49,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None
     message: str = ""
     data: dict[str, Any] = {}
+    gpu_uuid: str | None = None
+    """The GPU that it is about; of a worker with several, all of them, joined by commas."""
+    reason: str | None = None
+    """Why, in a few words, where there is a reason."""
 
 
 class Recovery(msgspec.Struct, kw_only=True):

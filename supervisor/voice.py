@@ -21,6 +21,12 @@ CLOSE_S = 1.0
 Say = Callable[[str], None]
 
 
+class EventLine(str):
+    """An event of the node, as JSON, where others are words for people."""
+
+    __slots__ = ()
+
+
 @contextlib.contextmanager
 def apart(reporter: Say) -> Iterator[Say]:
     """Yield a function that hands a step to ``reporter`` and never waits or raises; the root logger's handlers are called there, too."""

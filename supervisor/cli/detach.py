@@ -20,7 +20,7 @@ import click
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor import runtime_dir as runtime_dirs
-from shadowsup.supervisor.cli.reporter import Report
+from shadowsup.supervisor.cli.reporter import JsonLines, Report
 from shadowsup.supervisor.errors import ExitCode, NoAnswer, SupervisorError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _LOOK_S = 0.1
 """How often the control socket is looked at."""
 
 
-def start_detached(loaded: LoadedConfig, runtime_dir: Path, *, wait: bool) -> int:
+def start_detached(loaded: LoadedConfig, runtime_dir: Path, *, wait: bool, json_log: bool = False) -> int:
     """Start the node in the background; return 0 when it is up (``wait``: when every worker is healthy).
 
     Raises:
@@ -41,7 +41,7 @@ def start_detached(loaded: LoadedConfig, runtime_dir: Path, *, wait: bool) -> in
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _become_daemon(loaded, runtime_dir, writing, log)
+        _become_daemon(loaded, runtime_dir, writing, log, json_log)
     os.close(writing)
     os.close(log[0])
     os.waitpid(child, 0)  # the first fork has done its work when the second is made
@@ -63,7 +63,7 @@ def _open_log(state_dir: Path) -> tuple[int, Path]:
         raise SupervisorError(f"cannot write {path}: {error.strerror}", "set node.state_dir to a folder of yours") from None
 
 
-def _become_daemon(loaded: LoadedConfig, runtime_dir: Path, pipe: int, log: tuple[int, Path]) -> NoReturn:
+def _become_daemon(loaded: LoadedConfig, runtime_dir: Path, pipe: int, log: tuple[int, Path], json_log: bool) -> NoReturn:
     """The first child: a new session, a second fork, then the supervisor. Never returns."""
     os.setsid()
     if os.fork():
@@ -71,6 +71,8 @@ def _become_daemon(loaded: LoadedConfig, runtime_dir: Path, pipe: int, log: tupl
     code = int(ExitCode.FAILED)
     report = Report(pipe)
     try:
+        if json_log:
+            report = Report(pipe, JsonLines())
         os.chdir("/")
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shadowsup.supervisor.cli.complete import workers_argument
 from shadowsup.supervisor.cli.filters import Grep, filter_options
 from shadowsup.supervisor.cli.log_files import Follower, chosen_lines, last_lines, stamp_of
 from shadowsup.supervisor.cli.node import locate
-from shadowsup.supervisor.cli.output import dim, source_colored, wants_color
+from shadowsup.supervisor.cli.output import dim, output_option, source_colored, wants_color
 from shadowsup.supervisor.errors import NoAnswer, NotRunning, SupervisorError
 from shadowsup.supervisor.runtime_dir import read_record
 
@@ -31,13 +32,22 @@ _MARK = re.compile(rb"(?P<time>\d{4}-\d\d-\d\dT[\d:.]+Z) (?P<source>\S+) \| ")
 @click.option("-f", "--follow", is_flag=True, help="Go on as it is written, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Begin with the last N lines.  [default: 50; with --since: all]")
 @filter_options()
+@output_option
 @click.pass_context
 def logs(
-    ctx: click.Context, workers: tuple[str, ...], follow: bool, lines: int | None, since: float | None, grep: Any, invert: bool
+    ctx: click.Context,
+    workers: tuple[str, ...],
+    follow: bool,
+    lines: int | None,
+    since: float | None,
+    grep: Any,
+    invert: bool,
+    output: str,
 ) -> None:
     """Show the output of the engines of each WORKER, or of every part of the node, merged by time.
 
-    Each line has its time (UTC) and its source. Works while the supervisor is down, too.
+    Each line has its time (UTC) and its source. Works while the supervisor is down, too. With -o json each line is wrapped into an object
+    of its own, as it is.
     """
     folder, names = where(locate(ctx), workers)
     paths = files(folder, workers, names)
@@ -45,7 +55,7 @@ def logs(
         of = f" of {', '.join(workers)}" if workers else ""
         raise SupervisorError(f"there is no output{of} in {folder}", "shadowsup status shows the workers")
     chosen = Grep(grep, invert)
-    show = Writer(chosen)
+    show: Callable[[Iterable[bytes]], None] = JsonWriter(chosen) if output == "json" else Writer(chosen)
     followers = {path: Follower(path) for path in paths}
     try:
         # The end is marked first: what is written meanwhile is shown once, by the followers.
@@ -122,3 +132,30 @@ class Writer:
         source = match["source"].decode(errors="replace")
         self._width = min(max(self._width, len(source)), 16)
         return f"{dim(match['time'].decode())} {source_colored(f'{source:<{self._width}}', source)} ".encode() + line[match.end() :]
+
+
+class JsonWriter:
+    """Writes each line as a JSON object in the form of an event. What an engine printed is its message; nothing in it is looked at."""
+
+    def __init__(self, chosen: Grep) -> None:
+        self._chosen = chosen
+
+    def __call__(self, lines: Iterable[bytes]) -> None:
+        from shadowsup.supervisor.cli.reporter import line_of
+
+        for line in lines:
+            text = line.rstrip(b"\n")
+            if not self._chosen(text):
+                continue
+            match = _MARK.match(text)
+            if match is None:
+                click.echo(line_of("output", text.decode(errors="replace"), ts=0.0))
+                continue
+            source = match["source"].decode(errors="replace")
+            worker, dot, number = source.rpartition(".")
+            of_engine = bool(dot) and number.isdigit()
+            more = {"worker": worker, "engine": source} if of_engine else {}
+            seconds = datetime.datetime.fromisoformat(match["time"].decode()).timestamp()
+            message = text[match.end() :].decode(errors="replace")
+            click.echo(line_of("output", message, ts=seconds, source=source, **more))
+        sys.stdout.flush()

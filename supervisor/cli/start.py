@@ -20,8 +20,15 @@ if TYPE_CHECKING:
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the supervisor is up.")
 @click.option("--wait", is_flag=True, help="With -d: return when every worker is healthy, or one cannot be.")
 @click.option("--tui", is_flag=True, help="Show the dashboard.")
+@click.option(
+    "--log-format",
+    type=click.Choice(["human", "json"]),
+    default="human",
+    show_default=True,
+    help="json: events, steps and warnings as one JSON object a line.",
+)
 @click.pass_context
-def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool) -> int:
+def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool, log_format: str) -> int:
     """Run the node that CONFIG describes, in the foreground: a line a step, and a last line when it serves.
 
     Ctrl-C and SIGTERM let running requests finish, then stop everything. If parts of this node are alive, they are adopted.
@@ -46,11 +53,11 @@ def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool)
     if detach:
         from shadowsup.supervisor.cli.detach import start_detached
 
-        return start_detached(loaded, path, wait=wait)
+        return start_detached(loaded, path, wait=wait, json_log=log_format == "json")
     from shadowsup.supervisor import node
-    from shadowsup.supervisor.cli.reporter import Lines
+    from shadowsup.supervisor.cli.reporter import JsonLines, Lines
 
-    return int(node.run(loaded, path, reporter=Lines()))
+    return int(node.run(loaded, path, reporter=JsonLines() if log_format == "json" else Lines()))
 
 
 def _load(config: Path) -> LoadedConfig:

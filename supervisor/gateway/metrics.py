@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from shadowsup import __version__
 from shadowsup.histogram import cumulative
 from shadowsup.supervisor.gateway.engine_metrics import EngineMetrics
-from shadowsup.supervisor.gateway.gateway import Gateway
+from shadowsup.supervisor.gateway.gateway import Gateway, Upstream
 from shadowsup.supervisor.gateway.node_metrics import NodeMetrics
 from shadowsup.supervisor.gateway.worker import Worker
 
@@ -53,7 +53,7 @@ class Metrics:
         """Read ``gateway`` at each scrape, and the servers of workers that have metrics of their own."""
         self._registry.register(_WorkerCollector(gateway))
         self._engines = EngineMetrics(lambda: gateway.workers.values())
-        self._names = lambda: [worker.name for worker in list(gateway.workers.values()) if isinstance(worker, Worker)]
+        self._names = lambda: [worker.name for worker in list(gateway.workers.values()) if not isinstance(worker, Upstream)]
 
     def request(self, endpoint: str, worker: str, status: int, seconds: float) -> None:
         self._requests.labels(endpoint, worker, str(status)).inc()
@@ -111,7 +111,7 @@ class _WorkerCollector(Collector):
         return []  # without it the registry would collect once to learn the names
 
     def collect(self) -> Iterable[Metric]:
-        workers = [worker for worker in list(self._gateway.workers.values()) if isinstance(worker, Worker)]
+        workers = [worker for worker in list(self._gateway.workers.values()) if not isinstance(worker, Upstream)]
         for field, what in _COUNTS.items():
             counter = CounterMetricFamily(f"shadowsup_gateway_{field}", what, labels=["worker"])
             for worker in workers:
