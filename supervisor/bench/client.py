@@ -16,7 +16,7 @@ IN_FLIGHT_S = 0.05
 """How long after a kill text of the dead engine may still arrive."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Stream:
     """What one client saw. Times are ``time.monotonic()`` seconds."""
 

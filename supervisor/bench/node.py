@@ -35,12 +35,27 @@ def free_port() -> int:
 class Node:
     """A running node. `cli` asks it as an operator does; `call` costs less, so that asking does not change what is measured."""
 
-    def __init__(self, folder: Path, config: Path, port: int, process: asyncio.subprocess.Process, output: Path) -> None:
+    process: asyncio.subprocess.Process
+    """The supervisor."""
+
+    def __init__(self, folder: Path, config: Path, port: int, output: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.folder = folder
         self.config = config
         self.port = port
-        self.process = process
         self.output = output
+        self._command = command
+        self._environment = environment
+
+    async def launch(self) -> None:
+        """Start a supervisor for this node: the first one, or one after it has died."""
+        with self.output.open("ab") as sink:
+            self.process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdout=sink,
+                stderr=sink,
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self._environment},
+            )
 
     @property
     def runtime_dir(self) -> Path:
@@ -138,6 +153,7 @@ async def running(
     state: str | None = "healthy",
     timeout_s: float = 180.0,
     keep: bool = False,
+    folder: Path | None = None,
     start: Sequence[str] = START,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Node]:
@@ -146,6 +162,7 @@ async def running(
     Args:
         config: its content, or a file that is read; the node gets a folder and a port of its own.
         state: of every worker, to wait for.
+        folder: the caller's, instead of a temporary one.
         start: the command line, with ``{config}`` and ``{runtime}`` where these paths go.
         environment: added to this process's.
 
@@ -153,29 +170,24 @@ async def running(
         SupervisorError: it did not reach ``state`` in ``timeout_s``, or did not stop cleanly.
     """
     content: dict[str, Any] = yaml.safe_load(config.read_text()) if isinstance(config, Path) else json.loads(json.dumps(config))
-    folder = Path(tempfile.mkdtemp(prefix="shadowsup-bench-"))
+    keep = keep or folder is not None
+    folder = folder or Path(tempfile.mkdtemp(prefix="shadowsup-bench-"))
     port = free_port()
     content.setdefault("version", 1)
     content.setdefault("node", {}).update(name=content.get("node", {}).get("name", "bench"), state_dir=str(folder / "state"))
     content.setdefault("gateway", {})["listen"] = f"127.0.0.1:{port}"
     path = folder / "node.yaml"
     path.write_text(yaml.safe_dump(content))
-    output = folder / "start.log"
-    with output.open("wb") as sink:
-        process = await asyncio.create_subprocess_exec(
-            *(word.format(config=path, runtime=folder / "run") for word in start),
-            stdout=sink,
-            stderr=sink,
-            stdin=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
-        )
-    node = Node(folder, path, port, process, output)
+    command = [word.format(config=path, runtime=folder / "run") for word in start]
+    node = Node(folder, path, port, folder / "start.log", command, environment or {})
+    await node.launch()
     try:
         if state is not None:
             for worker in content["workers"]:
                 await node.wait_for(state, worker["name"], timeout_s)
         yield node
     finally:
+        process = node.process
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             try:

@@ -162,7 +162,37 @@ def _supervisor(document: dict[str, Any]) -> list[Table]:
     return [Table(title=title, columns=("what", "figure"), rows=rows, notes=[f"Watched for {plan['seconds']:g} s."])]
 
 
+def _chaos(document: dict[str, Any]) -> list[Table]:
+    detected, settled = document["detected_ms"], document["settled_ms"]
+    rows = [
+        [
+            kind,
+            f"{count:,}",
+            *(_rank(detected.get(kind), rank) for rank in ("p50", "p99")),
+            *(_rank(settled.get(kind), rank) for rank in ("p50", "max")),
+        ]
+        for kind, count in document["faults"]["by_kind"].items()
+    ]
+    streams, blocks = document["streams"], document["blocks"]
+    ways = ", ".join(f"{count:,} by {kind}" for kind, count in sorted(document["recoveries"]["by_kind"].items()))
+    leaks = [f"{what}: {', '.join(each)}" for what, each in document["leaks"].items() if each]
+    notes = [
+        f"{document['faults']['total']:,} faults in {document['seconds']:.0f} s under {document['plan']['streams']} streams, "
+        f"seed {document['plan']['seed']}; {document['recoveries']['total']:,} recoveries: {ways or 'none'}.",
+        f"{streams['finished']:,} streams, {document['tokens_compared']:,} tokens compared with an undisturbed run: "
+        f"{streams['wrong']} wrong; {streams['cut_by_gateway']} cut by a death of the gateway.",
+        f"Full blocks of the prompts found in kept KV: {_share(blocks['share'])}. Longest gap of a stream: "
+        f"{milliseconds(document['longest_gap_ms'])}.",
+        f"Left behind: {'; '.join(leaks) or 'nothing'}.",
+    ]
+    if document["stuck"]:
+        notes.append(f"The run ended early: {document['stuck']}.")
+    columns = ("struck", "times", "seen p50", "p99", "whole again p50", "max")
+    return [Table(title="Chaos", columns=columns, rows=rows, notes=notes)]
+
+
 _OF: dict[str, Any] = {
+    "chaos": _chaos,
     "failover": _failover,
     "throughput": _throughput,
     "neighbour": _neighbour,

@@ -22,7 +22,7 @@ class PartSettings:
 
     name: str
     ready_s: float = 20.0
-    healthy_after_s: float = 10.0
+    healthy_after_s: float = 5.0
     backoff_s: tuple[float, ...] = (0.0, 0.2, 1.0, 2.0, 5.0, 15.0)
 
 
