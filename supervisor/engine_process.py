@@ -10,8 +10,9 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from shadowsup.supervisor.nursery_client import NurseryClient
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import How
-from shadowsup.supervisor.process import Child, Lifeline, SpawnPlan
+from shadowsup.supervisor.process import Child, Ended, Lifeline, SpawnPlan
 from shadowsup.supervisor.registry import Entry, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.tether import Tether
@@ -67,6 +68,8 @@ class Launch:
     cwd: Path | None = None
     log_max_size: int = 64 << 20
     log_keep: int = 5
+    data: Mapping[str, str] = field(default_factory=dict)
+    """Goes into the list of processes, for a supervisor that adopts the engine."""
 
 
 class EngineProcess:
@@ -80,7 +83,9 @@ class EngineProcess:
         self._launch = launch
         self._tell = tell
         self._tag = tag(host.node, engine, host.instance)
-        self._child: Child | None = None
+        self._has_lifeline = launch.spec is not None
+        self._entry: Entry | None = None
+        self._child: Child | Ended | None = None
         self._tree: Tree | None = None
         self._tether: Tether | None = None
         self._frozen = False
@@ -104,19 +109,51 @@ class EngineProcess:
         except OSError as error:
             self._tell(m.SpawnFailed(self.id, how, error.strerror or str(error), "see `shadowsup doctor`"))
             return
+        data = {"how": how.value, "refill": str(int(refill)), "spawned_s": f"{time.monotonic():.3f}", **self._launch.data}
+        entry = Entry(identity=child.identity, what="engine", engine=self.id, tag=self._tag, pgid=child.pid, data=data)
         try:
-            self._host.registry.record(Entry(identity=child.identity, what="engine", engine=self.id, tag=self._tag, pgid=child.pid))
+            self._host.registry.record(entry)
         except SupervisorError as error:
             # A later supervisor would not find it and start a second one.
             child.signal_group(signal.SIGKILL)
             child.close()
             self._tell(m.SpawnFailed(self.id, how, error.message, error.hint))
             return
-        self._child = child
-        self._tree = Tree(tag=self._tag, leader=child.identity, pgid=child.pid)
         self._nice = refill and child.renice(REFILL_NICE)
         self._tell(m.Spawned(self.id, child.pid))
-        # Callbacks last: what they tell must come after `Spawned`. Nothing can have been missed, they run on the loop's next turn.
+        self._watch(child, entry)
+
+    def adopt(self, entry: Entry) -> None:
+        """Watch the processes that another supervisor started. Nothing is told but what happens from now on.
+
+        The far end of its lifeline has died with that supervisor: the tether, whose file is still there, and the pidfd tell of its end.
+        """
+        self._has_lifeline = False
+        self._tag = entry.tag
+        self._nice = entry.data.get("refill") == "1"
+        child: Child | Ended
+        try:
+            child = Child.adopt(entry.identity, what=f"engine {self.id}")
+        except SupervisorError:
+            child = Ended(entry.identity)
+        if self._launch.spec is not None and child.alive:
+            try:
+                self._tether = Tether(self._host.paths.tether(self.id), made=True)
+            except OSError as error:
+                log.warning("%s has no tether, its pidfd tells of its end: %s", self.id, error)
+        self._watch(child, entry)
+
+    def note(self, **data: str) -> None:
+        """Add to what an adopting supervisor will know. Raises SupervisorError: it cannot be written."""
+        if self._entry is not None:
+            self._entry = msgspec.structs.replace(self._entry, data={**self._entry.data, **data})
+            self._host.registry.record(self._entry)
+
+    def _watch(self, child: Child | Ended, entry: Entry) -> None:
+        """Callbacks after `Spawned`: what they tell must come after it. Nothing can have been missed, they run on the loop's next turn."""
+        self._child = child
+        self._entry = entry
+        self._tree = Tree(tag=self._tag, leader=child.identity, pgid=child.pid)
         child.on_lifeline_eof = self._eof
         child.on_exit = self._exited
         child.on_status = lambda _: self._status.set()
@@ -235,11 +272,11 @@ class EngineProcess:
         self._tell(m.Died(self.id, frozen=True))
 
     def _exited(self, returncode: int | None) -> None:
-        # Without a lifeline (command engines) the exit is all there is; with one, EOF of the last holder says that nobody writes.
-        frozen = self._frozen or self._launch.spec is None
-        self._tell(m.Died(self.id, returncode, frozen=frozen))
+        # Without a lifeline (command engines, adopted ones) the exit is all there is; with one, EOF of the last holder says that nobody writes.
+        self._frozen = self._frozen or not self._has_lifeline
+        self._tell(m.Died(self.id, returncode, frozen=self._frozen))
 
-    async def _end(self, child: Child) -> None:
+    async def _end(self, child: Child | Ended) -> None:
         tree = self._tree
         assert tree is not None
         while True:
@@ -273,7 +310,7 @@ class EngineProcess:
         if removed:
             log.info("%s: removed %s", self.id, ", ".join(map(str, removed)))
 
-    async def _last_words(self, child: Child) -> tuple[str, ...]:
+    async def _last_words(self, child: Child | Ended) -> tuple[str, ...]:
         if child.returncode is None:
             try:
                 async with asyncio.timeout(STATUS_WAIT_S):

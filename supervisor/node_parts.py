@@ -259,6 +259,9 @@ class GatewayPart(Part):
         """It is ready when it says so in its beats."""
         await self._heard.wait()
 
+    async def take_over(self) -> None:
+        await self._heard.wait()
+
     def take_beat(self, beat: GatewayBeat) -> bool:
         """Take a beat. Returns whether it is the first of this process, which then wants the routes."""
         if self.child is None or beat.pid != self.child.pid:

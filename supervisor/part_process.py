@@ -54,6 +54,7 @@ class Part:
         self.running = asyncio.Event()
         """Set while the part serves."""
         self._ran = False
+        self._adopting = False
         self._hopeless = asyncio.Event()
         """Set when it has ended again and again and never served."""
         self._loop = asyncio.get_running_loop()
@@ -99,6 +100,10 @@ class Part:
     async def connect(self) -> None:
         """Bring it into use. Raises ShadowsupError: it is killed and replaced."""
 
+    async def take_over(self) -> None:
+        """Bring one that another supervisor started into use. Raises ShadowsupError: it is killed and replaced."""
+        await self.connect()
+
     def lost(self) -> None:
         """It is gone; nothing may be sent to it any more."""
 
@@ -107,6 +112,21 @@ class Part:
     def start(self) -> None:
         """Want it to run, from now on."""
         self._apply(self.policy.want(time.monotonic()))
+
+    def adopt(self, entry: Entry) -> None:
+        """Want it to run, from now on; it is there already. If it is not (any more), or cannot be brought into use, it is replaced."""
+        try:
+            child = Child.adopt(entry.identity, what=f"the {self.name}")
+        except SupervisorError:
+            self.host.registry.forget(entry.identity)
+            self.start()
+            return
+        self.child = child
+        child.on_exit = lambda status: self._exited(child, status)
+        self._adopting = True
+        self._generation += 1
+        self._apply(self.policy.adopt(time.monotonic()))
+        self._bringing = self.host.run_task(self._take_up(child, self.take_over(), self._generation))
 
     async def started(self, timeout_s: float) -> None:
         """Wait until it runs.
@@ -190,24 +210,28 @@ class Part:
             if not self.policy.wanted:  # told to stop meanwhile
                 child.signal_group(signal.SIGKILL)
                 return
-            ready = asyncio.ensure_future(self._serve(read_fd))
-            gone = asyncio.ensure_future(child.wait())
-            try:
-                await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if ready.done() and child.alive and generation == self._generation:
-                    failure = ready.exception()
-                    if failure is None:
-                        self._serving(child)
-                    else:
-                        log.warning("%s: %s", self.name, failure)
-                        self.policy.reason = str(failure)
-                        child.signal_group(signal.SIGKILL)
-            finally:
-                for task in (ready, gone):
-                    task.cancel()
-                await asyncio.gather(ready, gone, return_exceptions=True)
+            await self._take_up(child, self._serve(read_fd), generation)
         finally:
             os.close(read_fd)
+
+    async def _take_up(self, child: Child, serving: Coroutine[Any, Any, None], generation: int) -> None:
+        """Wait until it serves, or is gone."""
+        ready = asyncio.ensure_future(serving)
+        gone = asyncio.ensure_future(child.wait())
+        try:
+            await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and child.alive and generation == self._generation:
+                failure = ready.exception()
+                if failure is None:
+                    self._serving(child)
+                else:
+                    log.warning("%s: %s", self.name, failure)
+                    self.policy.reason = str(failure)
+                    child.signal_group(signal.SIGKILL)
+        finally:
+            for task in (ready, gone):
+                task.cancel()
+            await asyncio.gather(ready, gone, return_exceptions=True)
 
     async def _spawn(self, write_fd: int) -> Child:
         output = await self.output()
@@ -233,8 +257,9 @@ class Part:
         self._apply(self.policy.ready(time.monotonic()))
         self._ran = True
         self.running.set()
-        text = f"{self.name} is {'back' if again else 'running'} (pid {child.pid})"
-        self.host.journal.add(f"{self.what}.running", text, pid=child.pid)
+        adopted, self._adopting = self._adopting, False
+        text = f"{self.name} is {'adopted' if adopted else 'back' if again else 'running'} (pid {child.pid})"
+        self.host.journal.add(f"{self.what}.{'adopted' if adopted else 'running'}", text, pid=child.pid)
         self.changed()
 
     def _exited(self, child: Child, status: int | None) -> None:
@@ -244,6 +269,7 @@ class Part:
         child.close()
         self.child = None
         self.running.clear()
+        self._adopting = False
         self.lost()
         if self.policy.wanted:
             self.host.journal.add(f"{self.what}.gone", f"{self.name} (pid {pid}) is gone: {how}", level="warning", pid=pid)

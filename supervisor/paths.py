@@ -58,6 +58,10 @@ class NodePaths:
         return self.runtime / "gateway.json"
 
     @property
+    def handover(self) -> Path:
+        return self.runtime / "gateway.sock"
+
+    @property
     def engines(self) -> Path:
         return self.runtime / "engines"
 

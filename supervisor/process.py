@@ -19,7 +19,7 @@ from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.spawn import SpawnPlan, spawn
 
-__all__ = ["Child", "Lifeline", "SpawnPlan", "terminate", "watched_pids"]
+__all__ = ["Child", "Ended", "Lifeline", "SpawnPlan", "terminate", "watched_pids"]
 
 KILL_TIMEOUT_S = 5.0
 """How long a SIGKILL may take to work before the process counts as unkillable (D state)."""
@@ -268,6 +268,45 @@ class Child:
         self._gone.set()
         if self.on_exit is not None:
             self.on_exit(self._returncode)
+
+
+class Ended:
+    """What a `Child` is of a process that was gone before anyone here watched it: there may be more of its tree than of itself."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.alive = False
+        self.returncode: int | None = None
+        self.on_lifeline_eof: Callable[[], None] | None = None
+        self.on_exit: Callable[[int | None], None] | None = None
+        self.on_status: Callable[[int], None] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.identity.pid
+
+    def exited(self, returncode: int) -> None:
+        """As `Child.exited`."""
+        if self.returncode is None:
+            self.returncode = returncode
+            if self.on_status is not None:
+                self.on_status(returncode)
+
+    def signal(self, number: int) -> bool:
+        return False
+
+    def signal_group(self, number: int) -> bool:
+        """Return False: the number may be a stranger's by now; `shadowsup.supervisor.tree` finds the members one by one."""
+        return False
+
+    def renice(self, nice: int) -> bool:
+        return False
+
+    async def wait(self) -> int | None:
+        return self.returncode
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 def collect(pidfd: int) -> int | None:

@@ -37,9 +37,22 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """What an adopting supervisor needs besides: paths of sockets and spec."""
 
 
+class Mark(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a worker has come, for a supervisor that goes on with it. ``cold_start_s`` 0.0: never measured."""
+
+    seq: int = 0
+    """The largest K of ``NAME.K`` that was ever given to an engine; it is on disk before the engine is started."""
+    epoch: int = 0
+    """The newest epoch that was ordered. The ledger's header knows better, where there is one."""
+    desired: str = "run"
+    """What the operator wants: ``run | drain | stop``."""
+    cold_start_s: float = 0.0
+
+
 class _File(msgspec.Struct, kw_only=True):
     schema: int
     processes: list[Entry]
+    workers: dict[str, Mark] = {}
 
 
 class Registry:
@@ -48,6 +61,7 @@ class Registry:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[Identity, Entry] = {}
+        self._workers: dict[str, Mark] = {}
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -79,11 +93,38 @@ class Registry:
             except SupervisorError as error:
                 log.warning("%s", error)
 
+    def mark(self, worker: str) -> Mark:
+        """Return how far the worker had come when that was last recorded."""
+        return self._workers.get(worker, Mark())
+
+    def set_mark(self, worker: str, mark: Mark) -> None:
+        """Record how far a worker has come. Never raises: what cannot be written now is written with the next change."""
+        if self._workers.get(worker) == mark:
+            return
+        self._workers[worker] = mark
+        try:
+            self._write()
+        except SupervisorError as error:
+            log.warning("%s", error)
+
     def leftovers(self) -> tuple[Entry, ...]:
         """Read the file an earlier supervisor left and return, and keep, the entries whose process still runs.
 
         Raises:
             SupervisorError: the file is not readable as a registry. Nothing may be started then: it could be the second one.
+        """
+        for entry in self.resume():
+            if not ids.alive(entry.identity):
+                del self._entries[entry.identity]
+        return self.entries
+
+    def resume(self) -> tuple[Entry, ...]:
+        """Read the file an earlier supervisor left, and keep and return all that it says, also of processes that are gone.
+
+        Who takes over must know of these: their children may be left. Entries of an earlier boot are void.
+
+        Raises:
+            SupervisorError: as `leftovers`.
         """
         try:
             raw = self._path.read_bytes()
@@ -104,12 +145,13 @@ class Registry:
                 "stop the node with the version that started it",
             )
         for entry in found.processes:
-            if ids.alive(entry.identity):
+            if entry.identity.boot_id == ids.boot_id():
                 self._entries.setdefault(entry.identity, entry)
+        self._workers = found.workers | self._workers
         return self.entries
 
     def _write(self) -> None:
-        data = msgspec.json.format(msgspec.json.encode(_File(schema=SCHEMA, processes=list(self._entries.values()))))
+        data = msgspec.json.format(msgspec.json.encode(_File(schema=SCHEMA, processes=list(self._entries.values()), workers=self._workers)))
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             # Mode at creation: a moment with wider permissions would be one moment too many.

@@ -35,9 +35,11 @@ class Tether:
         OSError: it cannot be made; the lifeline alone tells then.
     """
 
-    def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        self._mutex = RobustMutex(str(path), create=True)
+    def __init__(self, path: Path, *, made: bool = False) -> None:
+        """``made``: it is there, and its engine may hold the other end."""
+        if not made:
+            path.unlink(missing_ok=True)
+        self._mutex = RobustMutex(str(path), create=not made)
         self._over = threading.Event()
         self._watched = False
 

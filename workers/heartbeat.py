@@ -50,6 +50,8 @@ class Vitals:
     tokens_total: int = 0
     kv: KvCounts | None = None
     detail: str = ""
+    kv_set: str = ""
+    fenced: bool = True
 
 
 class Heart:
@@ -79,6 +81,7 @@ class Heart:
         self._bell = Doorbell()
         self._reports: deque[EngineReport] = deque(maxlen=_KEPT_REPORTS)
         self._sent: deque[tuple[float, EngineReport]] = deque(maxlen=_KEPT_REPORTS)
+        self._ordered = 0
         self._stopping = False
         self._linger_s = 0.0
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
@@ -184,6 +187,9 @@ class Heart:
             tokens_total=v.tokens_total,
             kv=v.kv,
             detail=v.detail,
+            ordered=self._ordered,
+            kv_set=v.kv_set,
+            fenced=v.fenced,
         )
         try:
             socket.send(wire.encode(beat), zmq.NOBLOCK)
@@ -205,4 +211,7 @@ class Heart:
             except msgspec.MsgspecError as error:
                 self._log(f"order not understood, ignored: {error}")
                 continue
+            if isinstance(order, wire.Promote):
+                # Told in the very next beat, whatever the step thread is at: a new supervisor must not promote another one meanwhile.
+                self._ordered = max(self._ordered, order.epoch)
             self._on_order(order)

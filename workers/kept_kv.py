@@ -85,6 +85,11 @@ class KeptKv:
         self._handles = self._get(fresh=False)
         self.reader = LedgerReader(self._handles.ledger.fd)
 
+    @property
+    def set_id(self) -> str:
+        """The keeper's id of the set that is held."""
+        return self._handles.set_id
+
     def take(self, *, owner: int, epoch: int) -> LedgerWriter:
         """Become the owner of the ledger in ``epoch``: from then on, and not before, the blocks may be written.
 

@@ -144,6 +144,7 @@ class Life:
             fingerprint=kept_kv.fingerprint(weights, geometry),
         )
         self.open["kv"] = self._kv.close
+        self._tell_kv_set()
 
     def reserve(self) -> KvArena:
         """Return the arena, over scratch."""
@@ -201,6 +202,7 @@ class Life:
             if self.writer is None:
                 if self._watch.catch_up():
                     log.info("another engine took fresh KV blocks: following those")
+                    self._tell_kv_set()
                     self._map_ahead()
                 self._refuse(self._intake.take(EngineState.PARKED, 0))
                 self._engine.follow(self._kv.reader)
@@ -329,7 +331,7 @@ class Life:
             blocks_dropped=dropped,
         )
         self._heart.report(self.promoted)
-        self._state(EngineState.ACTIVE, phase=Phase.IDLE)
+        self._state(EngineState.ACTIVE, phase=Phase.IDLE, kv_set=self._kv.set_id, fenced=order.fenced)
         spent = [1e3 * one for one in (taken - started, mapped - taken, indexed - mapped)]
         log.info(
             "active in epoch %d: header %.1f, map %.1f, index %.1f ms; %d blocks kept, %d dropped", writer.epoch, *spent, kept, dropped
@@ -341,7 +343,7 @@ class Life:
             return
         reserve = self._engine.fence()
         self._heart.report(Fenced(engine=self.spec.engine, epoch=order.epoch, reserve=reserve))
-        self._vitals(phase=self._heart.vitals.phase, recount=True)
+        self._vitals(phase=self._heart.vitals.phase, recount=True, fenced=True)
 
     def _drain(self) -> None:
         if self.writer is None:
@@ -366,6 +368,9 @@ class Life:
     def progress(self, words: str) -> None:
         """Say in the beats what goes on."""
         self._heart.update(replace(self._heart.vitals, detail=words))
+
+    def _tell_kv_set(self) -> None:
+        self._heart.update(replace(self._heart.vitals, kv_set=self._kv.set_id))
 
     def _state(self, state: EngineState, **changes: Any) -> None:
         """``changes``: further fields of `Vitals`."""

@@ -122,6 +122,13 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     kv: KvCounts | None = None
     detail: str = ""
     """For people: ``loading weights 41%``, ``capturing graphs``."""
+    ordered: int = 0
+    """The newest epoch this engine was ordered to own, from the moment in which the order was read; 0: none. With ``kv_set`` and ``fenced``
+    it is all that a supervisor must know to go on where one that died has left off."""
+    kv_set: str = ""
+    """Id of the KV set it holds; empty while it holds none."""
+    fenced: bool = True
+    """False: it owns the ledger and uses reserve blocks only, until `Fence` comes."""
 
 
 class Promoted(msgspec.Struct, frozen=True, kw_only=True, tag="promoted"):

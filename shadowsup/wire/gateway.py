@@ -22,5 +22,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     """Requests admitted at once over all workers; then 429 with Retry-After."""
     keepalive_s: float = 10.0
     """While a stream is held, a server-sent comment this often."""
+    handover: str = ""
+    """Unix socket at which a new supervisor gets the listening sockets; empty: none."""
     max_body: int = 16 * 1024 * 1024
     """Bytes of one request body; more is a 413."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from aiohttp import web
 
@@ -20,6 +21,7 @@ from shadowsup.supervisor.gateway.channel import SupervisorChannel
 from shadowsup.supervisor.gateway.errors import ApiError
 from shadowsup.supervisor.gateway.gateway import Gateway
 from shadowsup.supervisor.gateway.generate import Generator
+from shadowsup.supervisor.gateway.handover import Handover
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import Proxy
 from shadowsup.supervisor.gateway.server import Server
@@ -47,6 +49,7 @@ class GatewayProcess:
         metrics = Metrics()
         keys = ApiKeys(spec.api_key_file)
         self._sockets = sockets
+        self._handover_path = spec.handover
         self._gateway = Gateway(spec.max_inflight, metrics.pause)
         metrics.watch(self._gateway)
         self._proxy = Proxy(hide_authorization=keys.required)
@@ -67,6 +70,7 @@ class GatewayProcess:
         for sock in self._sockets:
             await web.SockSite(self._runner, sock, backlog=1024).start()
             log.info("serving on %s", sock.getsockname())
+        handover = self._hand_over()
         self._channel.start()
         gc.freeze()  # what is here now stays: the collector need not look at it while streams run
         try:
@@ -74,12 +78,25 @@ class GatewayProcess:
             log.info("draining, %d requests in flight, at most %.1f s", self._gateway.totals.inflight, self._grace_s)
             self._gateway.draining = True
             await self._channel.beat_now()
+            if handover is not None:
+                handover.close()
             await self._runner.cleanup()  # stops accepting, then calls _finish
         finally:
+            if handover is not None:
+                handover.close()
             await self._proxy.close()
             await self._gateway.close()
             await self._channel.close()
         log.info("done")
+
+    def _hand_over(self) -> Handover | None:
+        if not self._handover_path:
+            return None
+        try:
+            return Handover(Path(self._handover_path), self._sockets)
+        except OSError as error:
+            log.warning("a later supervisor will have to bind anew: %s", error)
+            return None
 
     def stop(self, grace_s: float = SIGNAL_GRACE_S) -> None:
         """Begin to drain; when it has begun already, end it now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.adoption import DIED_ALONE
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, How, WorkerSettings, WorkerState, exit_text
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.wire.engine import EngineState, Role
@@ -82,6 +83,8 @@ class CommandPolicy:
         """Take one event, return what to do."""
         self._actions = []
         match event:
+            case m.Adopt():
+                self._adopt(event, now_s)
             case m.RunWorker():
                 self._forgive()
                 self.desired = Desired.RUN
@@ -119,6 +122,31 @@ class CommandPolicy:
                 pass
         self._reconcile(now_s)
         return self._actions
+
+    def _adopt(self, found: m.Adopt, now_s: float) -> None:
+        """Take over what another supervisor has left: the newest living engine is the one, what is left of others is ended."""
+        self.desired, self.epoch, self.cold_start_s = found.desired, found.epoch, found.cold_start_s
+        self._served_once = found.epoch > 0
+        self._next_seq = max(self._next_seq, 1 + max([found.seq, *(engine.seq for engine in found.engines)]))
+        for engine in sorted(found.engines, key=lambda engine: engine.seq):
+            record = EngineRecord(
+                id=engine.id, seq=engine.seq, how=engine.how, spawned_s=engine.spawned_s, refill=False, kv_set=0, pid=engine.pid
+            )
+            record.state = EngineState.LOADING
+            self.engines[engine.id] = record
+        living = [engine for engine in self.engines.values() if any(each.id == engine.id and each.alive for each in found.engines)]
+        if living:
+            current = living[-1]
+            self._current = current.id
+            if found.upstream:
+                current.state, current.role, current.promoted_s = EngineState.ACTIVE, Role.ACTIVE, now_s
+                self.upstream = found.upstream
+        for engine in list(self.engines.values()):
+            if engine not in living:
+                engine.excused = True
+                self._ended(engine, None, now_s, DIED_ALONE)
+            elif engine is not living[-1]:
+                ladder.begin(engine, now_s)
 
     def _forgive(self) -> None:
         self.down_reason = self.last_failure = ""

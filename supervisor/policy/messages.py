@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from shadowsup.supervisor.policy.model import How, NurseryState
+from shadowsup.supervisor.policy.model import Desired, How, NurseryState
 from shadowsup.supervisor.protocol import Recovery
 from shadowsup.wire.engine import Beat, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
 
@@ -178,8 +178,41 @@ class Drill:
     signal: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class FoundEngine:
+    """An engine that another supervisor started. ``beat``: what it said since; None: nothing. ``alive``: its leader runs."""
+
+    id: str
+    seq: int
+    how: How
+    pid: int
+    spawned_s: float
+    alive: bool
+    beat: Beat | None = None
+    refill: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adopt:
+    """Go on with a worker that another supervisor has left. The first event of a worker, if it comes at all.
+
+    ``seq``: the largest that was ever used. ``epoch``, ``owner``: what the ledger's header names, or the newest that is known. ``kv_set``: id
+    of the set that the keeper would give to a newcomer; empty: it has none. ``upstream``: where a command serves; empty: it does not.
+    """
+
+    engines: tuple[FoundEngine, ...] = ()
+    seq: int = 0
+    epoch: int = 0
+    owner: int = 0
+    kv_set: str = ""
+    desired: Desired = Desired.RUN
+    cold_start_s: float | None = None
+    upstream: str = ""
+
+
 WorkerEvent = (
     Tick
+    | Adopt
     | Spawned
     | SpawnFailed
     | Beaten

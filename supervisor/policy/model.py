@@ -65,6 +65,8 @@ KILL_BOUND_S = 10.0
 KILL_AGAIN_S = 1.0
 PROVEN_PARKED_S = 1.0
 """A shadow that stayed parked this long has shown that it starts; its later death is not a failed start."""
+ORDER_AGAIN_S = 1.0
+"""An order that was not answered is repeated this often: engines take each of them any number of times."""
 PLANNED = "planned hand-over"
 """Cause of a failover that was asked for."""
 LATE_S = 1.0
@@ -131,6 +133,11 @@ class EngineRecord:
     stop: StopLadder | None = None
     drain_sent: bool = False
     fence_sent: bool = False
+    """It was told that it may use every block, or was promoted as one that may."""
+    fenced: bool = False
+    """It has said that it does."""
+    order_again_s: float = 0.0
+    """When the order to fence is repeated."""
     message: str = ""
     """What it said of its own failure."""
     hint: str = ""

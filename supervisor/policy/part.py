@@ -57,6 +57,12 @@ class PartPolicy:
         self._book.reset()
         return self._reconcile(now_s)
 
+    def adopt(self, now_s: float) -> list[Do]:
+        """It runs already and shall go on; it has yet to be brought into use."""
+        self.wanted = self._process = True
+        self.state, self._since_s = PartState.STARTING, now_s
+        return self._reconcile(now_s)
+
     def release(self, now_s: float) -> list[Do]:
         """It shall stop. How it is asked to (order, signal, time) is its owner's business; nothing starts it again."""
         self.wanted = False

@@ -33,6 +33,12 @@ class Succession:
         self._kv_known = True
         """False from the order to take a fresh set until it was confirmed: the keeper may still hand out the old one."""
 
+    def resume(self, active: str | None, epoch: int, *, kv_set: int, kv_known: bool) -> None:
+        """Go on where another supervisor has left off."""
+        self.active = active
+        self.epoch = self._claimed = epoch
+        self._kv_set, self._kv_known = kv_set, kv_known
+
     def vacate(self) -> None:
         """The active engine was condemned: open the next epoch, so that no event of the old one counts any more."""
         self.active = None
@@ -45,6 +51,11 @@ class Succession:
 
     def kv_set_of_newcomer(self) -> int:
         return self._kv_set if self._kv_known else -1
+
+    @property
+    def gives_current(self) -> bool:
+        """Whether a newcomer gets the set in use from the keeper."""
+        return self._kv_known
 
     def abandon_memory(self) -> None:
         """The worker's memory was freed: what comes next has a set of its own."""

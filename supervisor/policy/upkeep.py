@@ -12,6 +12,7 @@ from shadowsup.supervisor.policy import detector, ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import (
     FIRST_BEAT_S,
+    ORDER_AGAIN_S,
     PROMOTE_BOUND_S,
     REFILL_DELAY_S,
     Desired,
@@ -125,6 +126,7 @@ class Upkeep(Standing, ABC):
         engine.epoch, engine.keep_kv, engine.promote_sent_s = decision.epoch, decision.keep_kv, now_s
         engine.fence_sent = decision.fenced
         engine.role = Role.ACTIVE
+        engine.fenced = decision.fenced
         self._memory_used = True
         self._do(m.Send(engine.id, w.Promote(epoch=decision.epoch, keep_kv=decision.keep_kv, fenced=decision.fenced)))
         self._set_state(engine, EngineState.PROMOTING)
@@ -202,7 +204,8 @@ class Upkeep(Standing, ABC):
 
     def _replace_stale(self, active: EngineRecord, now_s: float) -> None:
         shadows = [e for e in self.engines.values() if e.parked]
-        stale = [e for e in shadows if e.stale or self.succession.is_stale(e)]
+        # Where the keeper does not have the set in use, a newcomer would be no better.
+        stale = [e for e in shadows if e.stale or (self.succession.is_stale(e) and self.succession.gives_current)]
         if stale:
             self._do(m.Announce("engine.replaced", f"{stale[0].id} is replaced by a new shadow", engine=stale[0].id))
             ladder.begin(stale[0], now_s)
@@ -252,13 +255,24 @@ class Upkeep(Standing, ABC):
     def _fence(self, now_s: float) -> None:
         """Every process of every former owner is gone: the successor may use all blocks again."""
         active = self.active
-        if active is None or active.fence_sent or active.promoted_s is None or self.succession.former_owners(self.engines.values()):
+        if active is None or active.promoted_s is None or self.succession.former_owners(self.engines.values()):
             return
-        active.fence_sent = True
-        self._do(m.Send(active.id, w.Fence(epoch=active.epoch)))
-        if self.timeline is not None:
+        if active.fence_sent and (active.fenced or not self._again(active, now_s)):
+            return
+        if not active.fence_sent and self.timeline is not None:
             self.timeline.fence(now_s)
             self._do(m.Record(self.timeline.recovery))
+        active.fence_sent = True
+        self._do(m.Send(active.id, w.Fence(epoch=active.epoch)))
+        active.order_again_s = now_s + ORDER_AGAIN_S
+        self._at(active.order_again_s)
+
+    def _again(self, engine: EngineRecord, now_s: float) -> bool:
+        """Say whether the last order to ``engine`` is due once more: the supervisor's end of the connection may have been its last."""
+        if now_s >= engine.order_again_s:
+            return True
+        self._at(engine.order_again_s)
+        return False
 
     def _close_when_done(self, now_s: float) -> None:
         active = self.active

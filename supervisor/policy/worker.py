@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.adoption import picture
 from shadowsup.supervisor.policy.model import (
     LATE_S,
     PLANNED,
@@ -41,6 +42,8 @@ class WorkerPolicy(Upkeep):
         engine.vitals.note(beat, now_s)
         if beat.step > 0 and beat.epoch > 0:
             engine.committed = True
+        if beat.epoch > 0 and beat.epoch == engine.epoch:
+            engine.fenced = beat.fenced
         if not first and (engine.state is beat.state or not engine.live) and self.desired is not Desired.DRAIN:
             return []
         return self.handle(m.Beaten(beat), now_s)
@@ -52,6 +55,8 @@ class WorkerPolicy(Upkeep):
             case m.Tick(late_s=late_s):
                 if late_s > LATE_S:
                     self._judge_from_s = now_s + max(LATE_S, 3 * self.settings.heartbeat_s)
+            case m.Adopt():
+                self._adopt(event, now_s)
             case m.Spawned():
                 self._spawned(event)
             case m.SpawnFailed():
@@ -83,6 +88,20 @@ class WorkerPolicy(Upkeep):
                 self._ordered(event, now_s)
         self._reconcile(now_s)
         return self._actions
+
+    def _adopt(self, found: m.Adopt, now_s: float) -> None:
+        """Take over what another supervisor has left."""
+        stands = picture(found, now_s)
+        self.engines |= stands.engines
+        self.desired = stands.desired
+        self.succession.resume(stands.active, stands.epoch, kv_set=stands.kv_set, kv_known=stands.kv_known)
+        self.cold_start_s = found.cold_start_s
+        self._next_seq = max(self._next_seq, 1 + max([found.seq, *(engine.seq for engine in found.engines)]))
+        self._memory_used = bool(found.engines or found.kv_set)
+        for name, cause in stands.condemned:
+            self._condemn(self.engines[name], cause, now_s)
+            if name in stands.frozen:
+                self._frozen(self.engines[name], now_s)
 
     def _ordered(self, event: m.WorkerEvent, now_s: float) -> None:
         """Take a wish of the operator."""
@@ -188,6 +207,7 @@ class WorkerPolicy(Upkeep):
                     self.timeline.first_token(report)
                     self._do(m.Record(self.timeline.recovery))
             case w.Fenced():
+                engine.fenced = engine.fenced or report.epoch == engine.epoch
                 text = f"{engine.id} uses every block again, {report.reserve} of them set aside for the next failover"
                 self._do(m.Announce("engine.fenced", text, engine=engine.id, epoch=report.epoch))
 
