@@ -229,6 +229,13 @@ class EngineProcess:
         self._child.signal_group(signal.SIGKILL)
         if self._ending is None:
             self._ending = self._host.spawn_task(self._end(self._child))
+            asyncio.get_running_loop().call_soon(self._note_end)  # a promotion may be next: it does not wait for a file
+
+    def _note_end(self) -> None:
+        try:
+            self.note(condemned="1")
+        except SupervisorError as error:
+            log.warning("%s", error)
 
     async def gone(self) -> None:
         """Wait for the end of its leader."""
@@ -250,6 +257,7 @@ class EngineProcess:
             path.unlink(missing_ok=True)
         if self._tether is not None:
             self._tether.over()
+        self._entry = None
         if self._child is not None:
             self._host.registry.forget(self._child.identity)
             self._child.close()
@@ -272,7 +280,8 @@ class EngineProcess:
         self._tell(m.Died(self.id, frozen=True))
 
     def _exited(self, returncode: int | None) -> None:
-        # Without a lifeline (command engines, adopted ones) the exit is all there is; with one, EOF of the last holder says that nobody writes.
+        # Without a lifeline (command engines, adopted ones) the exit is all there is; with one, EOF of the last holder says that nobody
+        # writes.
         self._frozen = self._frozen or not self._has_lifeline
         self._tell(m.Died(self.id, returncode, frozen=self._frozen))
 

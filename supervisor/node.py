@@ -22,7 +22,8 @@ import zmq
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.supervisor import device_memory, figures, node_setup, status, verbs, voice
+from shadowsup.supervisor import adoption, device_memory, figures, node_record, node_setup, replan, status, verbs, voice
+from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
 from shadowsup.supervisor.control import ControlServer
@@ -32,7 +33,7 @@ from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
 from shadowsup.supervisor.node_sensor import SensorPart, learn_overheads
 from shadowsup.supervisor.node_worker import WorkerOwner, tell_when_up
-from shadowsup.supervisor.part_process import PartHost
+from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import NurseryState
@@ -75,6 +76,7 @@ class Node:
         sockets: the gateway's listening sockets; owned from now on.
         adapters: engine name of the config → adapter that is run instead (tests).
         config_path: the file that ``config`` was read from, absolute, for clients.
+        found: what runs of this node already, to be adopted.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class Node:
         sockets: list[socket.socket],
         adapters: Mapping[str, str] | None = None,
         config_path: str = "",
+        found: Adoption | None = None,
     ) -> None:
         self.config = config
+        self._found = found
         self.config_path = config_path
         self.paths = paths
         self.state = NodeState.STARTING
@@ -116,6 +120,8 @@ class Node:
         self.journal = Journal(paths.state / "events.jsonl")
         self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl")
         self.registry = Registry(paths.processes)
+        if found is not None:
+            self.registry.resume()
         self.beats = BeatRouter(self._context, paths.beats, self._heard)
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self))
         self.journal.publish = self._published
@@ -125,7 +131,7 @@ class Node:
         self.part_host = PartHost(paths=paths, journal=self.journal, registry=self.registry, scribe=client, run_task=self.run_task)
         self.host = Host(
             node=config.node.name,
-            instance=secrets.token_hex(4),
+            instance=secrets.token_hex(4) if found is None else found.record.instance,
             paths=paths,
             scribe=client,
             registry=self.registry,
@@ -139,7 +145,7 @@ class Node:
         """Bring everything up, serve until told to stop, take everything down. Returns the exit code.
 
         Raises:
-            ShadowsupError: it could not be brought up; what was up is down again.
+            ShadowsupError: it could not be brought up; what was up is down again. What could not be adopted is left as it was found.
         """
         self._reaper.start()
         self._write_record()
@@ -148,6 +154,8 @@ class Node:
             stopping = asyncio.create_task(self._stop.wait())
             try:
                 await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if self._found is not None and not starting.done():
+                    await asyncio.wait({starting}, timeout=PART_START_S)  # what is not known yet could not be ended either
                 if starting.done():
                     await starting
                     await stopping
@@ -155,8 +163,13 @@ class Node:
                 for task in (starting, stopping):
                     task.cancel()
                 await asyncio.gather(starting, stopping, return_exceptions=True)
-        finally:
-            await self._take_down()
+        except BaseException:
+            if self._found is None or self._stop.is_set():
+                await self._take_down()
+            else:
+                await self._leave()
+            raise
+        await self._take_down()
         return ExitCode.DONE
 
     def request_stop(self, why: str) -> None:
@@ -188,12 +201,16 @@ class Node:
             log.error("a task failed", exc_info=error)
 
     async def _start(self) -> None:
-        config = self.config
-        plans = await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self._report)
+        config, found = self.config, self._found
+        if found is None:
+            plans = await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self._report)
+            self.write_plan(plans)
+        else:
+            plans = replan.replan(config, self.paths, self.host.scribe, found.record)
         self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
         self._report(f"listening on {self.listen}")
         self.scribe = ScribePart(self.part_host)
-        self.scribe.start()
+        self._begin(self.scribe)
         await self.scribe.started(PART_START_S)
         spec = GatewaySpec(
             node=config.node.name,
@@ -202,16 +219,17 @@ class Node:
             beat_endpoint=self.beats.endpoint,
             api_key_file=str(config.gateway.api_key_file) if config.gateway.api_key_file else None,
             max_inflight=config.gateway.max_inflight,
+            handover=str(self.paths.handover),
         )
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
-        self.gateway.start()
+        self._begin(self.gateway)
         if self.gpus:
             self.sensor = SensorPart(self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self._gpu_news)
-            self.sensor.start()
+            self._begin(self.sensor)
             self.run_task(self._watch_sensor(self.sensor))
         if plans.backend is not None:
             self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus)
-            self.keeper.start()
+            adopted = self._begin(self.keeper)
         for number, nursery in enumerate(plans.nurseries):
             fork_server = NurseryPart(
                 self.part_host,
@@ -224,15 +242,20 @@ class Node:
                 on_exited=self._engine_reaped,
             )
             self.nurseries.append(fork_server)
-            fork_server.start()
-        if self.keeper is not None:
+            self._begin(fork_server)
+        if self.keeper is not None and (found is None or adopted):
             await self._part_started(self.keeper)
             self._report(f"memkeeper is running ({self.keeper.vault.backend if self.keeper.vault else '?'} memory)")
         for plan in plans.workers:
             part = self.nurseries[plan.nursery] if plan.nursery is not None else None
             owner = WorkerOwner(plan.name, self, plan.policy(_nursery_state(part)), plan.recipe, part)
             self.workers[plan.name] = owner
-            owner.put(m.RunWorker())
+            if found is None:
+                owner.put(m.RunWorker())
+        if found is not None:
+            await adoption.take_over(self, found)
+            self._routes.publish()
+        for owner in self.workers.values():
             self.run_task(tell_when_up(owner, self.listen, self._report))
         await self._part_started(self.gateway)
         self.state = NodeState.RUNNING
@@ -240,6 +263,27 @@ class Node:
         self._report(f"gateway is running on {self.listen}")
         self.run_task(self._observe())
         self.run_task(figures.publish(self, self._tally))
+
+    def _begin(self, part: Part) -> bool:
+        """Have a part run: adopt its process where there is one, start one where there is none. Returns whether there was one."""
+        entry = self._found.part(part.what, part.label) if self._found is not None else None
+        if entry is None:
+            part.start()
+        else:
+            part.adopt(entry)
+        return entry is not None
+
+    def write_plan(self, plans: node_setup.Plan) -> None:
+        """Leave on disk what runs here, for a supervisor that adopts it.
+
+        Raises:
+            SupervisorError: it cannot be written. Nothing may be started then.
+        """
+        record = replan.record(self.config, plans, instance=self.host.instance, config_path=self.config_path, listen=self.listen)
+        try:
+            node_record.write(self.paths.runtime, record)
+        except OSError as error:
+            raise SupervisorError(f"cannot write the node's record: {error.strerror}", "is the runtime directory full?") from error
 
     async def _part_started(self, part: KeeperPart | GatewayPart) -> None:
         try:
@@ -294,6 +338,19 @@ class Node:
         self.journal.add("node.stopped", f"node {self.config.node.name} has stopped")
         await self._close()
 
+    async def _leave(self) -> None:
+        """Let go of everything and end nothing: the adoption has failed, and what serves shall go on."""
+        self._report("what was found is left as it is, and serves on")
+        for part in (self.scribe, self.keeper, self.gateway, self.sensor, *self.nurseries):
+            if part is not None:
+                part.policy.wanted = False
+        if self.keeper is not None:
+            await self.keeper.close_vault()
+        await self.host.scribe.close()
+        for sock in self._sockets:
+            sock.close()
+        await self._close()
+
     async def _close(self) -> None:
         for owner in self.workers.values():
             owner.close()
@@ -315,12 +372,16 @@ class Node:
     def _heard(self, peer: str, report: Report) -> bool:
         if isinstance(report, GatewayBeat):
             first = self.gateway is not None and self.gateway.take_beat(report)
-            if first:
+            if first and not self._adopting:
                 self._routes.publish()
             return first
         if isinstance(report, SensorBeat):
             return self.sensor is not None and self.sensor.take_beat(report)
-        owner = self.workers.get(peer.rpartition(".")[0])
+        worker = peer.rpartition(".")[0]
+        if self._found is not None and self._found.wants(worker):
+            self._found.heard(report)
+            return True
+        owner = self.workers.get(worker)
         return owner is not None and owner.report(report)
 
     def _nursery_changed(self, part: NurseryPart, state: NurseryState) -> None:
@@ -381,8 +442,13 @@ class Node:
         self._routes.changed()
 
     def _send_routes(self, routes: Routes) -> None:
-        if self.gateway is not None and self.gateway.beat is not None:
+        # A gateway that is being adopted knows more than we do until all workers are.
+        if self.gateway is not None and self.gateway.beat is not None and not self._adopting:
             self.beats.send(GATEWAY, routes)
+
+    @property
+    def _adopting(self) -> bool:
+        return self._found is not None and any(self._found.wants(worker.name) for worker in self.config.workers)
 
     async def _observe(self) -> None:
         """Look at one engine's tree in turn, so that what it detaches stays known (P04)."""
@@ -433,22 +499,26 @@ def run(loaded: LoadedConfig, runtime_dir: Any, *, reporter: Callable[[str], Non
     Raises:
         SupervisorError: it is supervised already, parts of it are alive, or it could not be brought up.
     """
-    with node_setup.claimed(runtime_dir, loaded.config) as paths:
+    with node_setup.claimed(runtime_dir, loaded.config) as claim:
         node_setup.prepare_process()
-        sockets = node_setup.listen(loaded.config)
-        return asyncio.run(_run(loaded, paths, sockets, reporter, adapters))
+        found = claim.found
+        sockets = node_setup.listen(claim.config) if found is None else found.sockets(node_setup.bind)
+        return asyncio.run(_run(loaded, claim, sockets, reporter, adapters))
 
 
 async def _run(
     loaded: LoadedConfig,
-    paths: NodePaths,
+    claim: node_setup.Claim,
     sockets: list[socket.socket],
     reporter: Callable[[str], None],
     adapters: Mapping[str, str] | None,
 ) -> int:
-    path = str(Path(loaded.path).absolute())
+    found = claim.found
+    path = str(Path(loaded.path).absolute()) if found is None else found.record.config_path
     with voice.apart(reporter) as say:
-        node = Node(loaded.config, paths, reporter=say, sockets=sockets, adapters=adapters, config_path=path)
+        if found is not None:
+            found.tell(loaded, say)
+        node = Node(claim.config, claim.paths, reporter=say, sockets=sockets, adapters=adapters, config_path=path, found=found)
         node.tells_events = getattr(reporter, "wants_events", False)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

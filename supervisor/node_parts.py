@@ -18,6 +18,7 @@ from shadowsup.memkeeper.errors import KeeperError
 from shadowsup.memkeeper.protocol import SegmentInfo
 from shadowsup.memkeeper.vault import Vault
 from shadowsup.supervisor import devices
+from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.nursery_client import NurseryClient, Spare
@@ -25,7 +26,7 @@ from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import write_private
 from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.policy.part import PartSettings, PartState
-from shadowsup.supervisor.process import Child
+from shadowsup.supervisor.process import Child, send_signal
 from shadowsup.wire.engine import DrainGateway, GatewayBeat
 from shadowsup.wire.gateway import GatewaySpec
 
@@ -166,6 +167,17 @@ class NurseryPart(Part):
             client.close()
             raise
         self.client = client
+
+    async def take_over(self) -> None:
+        await self.connect()
+        assert self.client is not None and self.client.ready is not None
+        recorded = {entry.identity for entry in self.host.registry.entries}
+        for child in self.client.ready.children:
+            forked = ids.Identity(pid=child.pid, start_time=child.start_time, boot_id=ids.boot_id())
+            if forked not in recorded and (pidfd := ids.open_identity(forked)) is not None:
+                log.warning("%s forked %s for a supervisor that died before it knew: it is ended", self.name, child.engine)
+                send_signal(pidfd, signal.SIGKILL, child.engine)
+                os.close(pidfd)
 
     def _disconnected(self, client: NurseryClient) -> None:
         """The connection broke. Mostly the nursery is dead and its exit follows; where it is not, it forks for nobody: it is replaced."""

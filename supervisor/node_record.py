@@ -46,6 +46,9 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None
     keeper_gpus: tuple[str, ...]
     gpus: list[dict[str, Any]]
+    baselines: dict[str, int]
+    """Device UUID → bytes in use before the node."""
+    overhead_keys: dict[str, dict[str, str]]
     nurseries: list[NurseryRecord]
     workers: dict[str, WorkerRecord]
     began_s: float

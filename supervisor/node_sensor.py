@@ -53,6 +53,9 @@ class SensorPart(Part):
         command = [sys.executable, "-m", "shadowsup.supervisor.sensor", "--endpoint", self._endpoint, "--nvml", self._nvml]
         return [*command, *(word for uuid in self._uuids for word in ("--gpu", uuid)), "--ready-fd", str(ready_fd)]
 
+    async def take_over(self) -> None:
+        self._since_s = time.monotonic()
+
     def take_beat(self, beat: SensorBeat) -> bool:
         """Take readings; returns whether there was news among them."""
         if self.child is None or beat.pid != self.child.pid:

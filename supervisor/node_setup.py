@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shadowsup.supervisor import device_memory, devices, model_facts, runtime_dir
+from shadowsup.supervisor import adoption, device_memory, devices, model_facts, runtime_dir
 from shadowsup.supervisor import sockets as tcp
+from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
+from shadowsup.supervisor.config.listen import parse_listen
 from shadowsup.supervisor.config.model import Backend, EngineKind
 from shadowsup.supervisor.errors import AlreadyRunning, ExitCode, SupervisorError
 from shadowsup.supervisor.paths import NodePaths
@@ -35,15 +37,24 @@ NO_NURSERY = "SHADOWSUP_NO_NURSERY"
 """Environment of the supervisor: with 1 there is no nursery, every engine is spawned cold (``shadowsup bench`` measures that rung)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """``config``: what is to run: that of the node which is ``found`` running, otherwise the one that was asked for."""
+
+    paths: NodePaths
+    config: NodeConfig
+    found: Adoption | None = None
+
+
 @contextlib.contextmanager
-def claimed(path: Path, config: NodeConfig) -> Iterator[NodePaths]:
+def claimed(path: Path, config: NodeConfig) -> Iterator[Claim]:
     """Hold the runtime directory for as long as the node runs, and remove it afterwards.
 
     The lock is on the directory itself: it goes with this process, whatever becomes of it, and with the directory.
 
     Raises:
         AlreadyRunning: another supervisor holds it.
-        SupervisorError: processes of a supervisor that died are still alive; nothing was started twice.
+        SupervisorError: processes of a supervisor that died are alive and cannot be adopted; nothing was started twice.
     """
     path = runtime_dir.create(path, longest_name=max(len(worker.name) for worker in config.workers))
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -56,8 +67,11 @@ def claimed(path: Path, config: NodeConfig) -> Iterator[NodePaths]:
             raise AlreadyRunning(f"this node is supervised already{by}, in {path}", "shadowsup status shows it; or stop it first") from None
         if not path.exists() or os.fstat(lock).st_ino != path.stat().st_ino:
             raise SupervisorError(f"{path} was removed by a node that stopped just now", "start again")
-        refuse_leftovers(path)
-        runtime_dir.clean(path, keep=("lock",))
+        found = adoption.find(path)
+        if found is None:
+            runtime_dir.clean(path, keep=("lock",))
+        else:
+            config = found.config
         paths = NodePaths(runtime=path, state=config.node.state_dir.expanduser().absolute())
         try:
             paths.prepare()
@@ -65,24 +79,13 @@ def claimed(path: Path, config: NodeConfig) -> Iterator[NodePaths]:
             words = f"cannot prepare {error.filename}: {error.strerror}"
             raise SupervisorError(words, "set node.state_dir to a folder of yours") from error
         try:
-            yield paths
+            yield Claim(paths=paths, config=config, found=found)
         finally:
             # Whatever could not be ended is still in the record: then the directory stays, for `shadowsup stop`.
             if not Registry(paths.processes).leftovers():
                 runtime_dir.clean(path)
     finally:
         os.close(lock)
-
-
-def refuse_leftovers(path: Path) -> None:
-    """Raises SupervisorError: parts of this node outlived their supervisor."""
-    left = Registry(path / runtime_dir.PROCESSES).leftovers()
-    if left:
-        names = ", ".join(f"{entry.what} {entry.engine}".strip() + f" (pid {entry.identity.pid})" for entry in left)
-        raise SupervisorError(
-            f"parts of this node are alive without a supervisor: {names}",
-            f"they serve on; shadowsup --runtime-dir {path} stop ends them, then start again",
-        )
 
 
 def prepare_process() -> None:
@@ -95,9 +98,14 @@ def prepare_process() -> None:
 
 def listen(config: NodeConfig) -> list[socket.socket]:
     """Bind the gateway's address. Raises SupervisorError: taken (names the holder), not ours."""
-    address = config.gateway.address
+    return bind(config.gateway.listen)
+
+
+def bind(listen: str) -> list[socket.socket]:
+    """Bind ``HOST:PORT`` or ``unix:/path``. Raises as `listen`."""
+    address = parse_listen(listen)
     if not address.is_unix:
-        return tcp.listen(config.gateway.listen)
+        return tcp.listen(listen)
     path = Path(address.path)
     if path.is_socket():
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -193,7 +201,7 @@ async def plan(
         if worker.engine is EngineKind.LOOP or os.environ.get(NO_NURSERY) == "1":
             made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus))
             continue
-        nursery = NurseryPlan(engine=worker.engine.value, preload=_preload(kind), python=recipe.python, env=_nursery_env(worker, recipe))
+        nursery = NurseryPlan(engine=worker.engine.value, preload=_preload(kind), python=recipe.python, env=nursery_env(worker, recipe))
         if nursery not in made.nurseries:
             made.nurseries.append(nursery)
         made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus, nursery=made.nurseries.index(nursery)))
@@ -260,7 +268,7 @@ def _preload(kind: str) -> str:
     return kind.partition(":")[0]
 
 
-def _nursery_env(worker: WorkerConfig, recipe: KeptRecipe) -> dict[str, str]:
+def nursery_env(worker: WorkerConfig, recipe: KeptRecipe) -> dict[str, str]:
     """A nursery sees no GPU: it must not touch one. What its engines may see comes with each fork."""
     extra = {name: recipe.env[name] for name in ("PYTHONPATH",) if name in recipe.env}
     return worker_environment(worker, os.environ, (), extra)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from shadowsup.supervisor.beats import BeatRouter
@@ -19,6 +19,7 @@ from shadowsup.supervisor.policy.model import PLANNED, WorkerState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
+from shadowsup.supervisor.registry import Entry, Mark
 from shadowsup.supervisor.since import Since
 from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report, Stop
 from shadowsup.wire.sensor import SensorBeat
@@ -33,6 +34,9 @@ class Surroundings(Protocol):
     beats: BeatRouter
     journal: Journal
     recoveries: RecoveryBook
+
+    @property
+    def stopping(self) -> bool: ...
 
     def routes_changed(self) -> None: ...
 
@@ -71,11 +75,30 @@ class WorkerOwner:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = float("inf")
+        self._begun = False
+        """It was told to run, or what ran was adopted: from then on it is known what is wanted."""
         self._task = node.run_task(self._own())
+
+    def adopt(self, found: m.Adopt, entries: Sequence[Entry]) -> None:
+        """Go on with the engines of another supervisor; in place of the first `RunWorker`. ``entries``: their processes."""
+        living = {engine.id for engine in found.engines if engine.alive}
+        watched = []
+        for entry in entries:
+            launch = self.recipe.adopt(entry.engine, int(entry.engine.rpartition(".")[2]), entry.data)
+            process = EngineProcess(self._node.host, entry.engine, launch, self.put)
+            self.engines[entry.engine] = process
+            process.adopt(entry)
+            if entry.engine in living:
+                watched.append(process)
+        self._begun = True
+        self._carry_out(self.policy.handle(found, time.monotonic()))
+        for process in watched:
+            self._node.run_task(self.recipe.watch(process, self.put))
 
     # --- events -----------------------------------------------------------------------------------------------------------------
 
     def put(self, event: m.WorkerEvent) -> None:
+        self._begun = self._begun or isinstance(event, m.RunWorker)
         if isinstance(event, m.Died):
             self._node.beats.drain()  # its last words, which say why, lie there before the news of its end
         self._queue.put_nowait(event)
@@ -169,8 +192,18 @@ class WorkerOwner:
                 log.exception("worker %s: %s could not be carried out", self.name, action)
         self.since.note(self.policy, time.monotonic())
         self._set_timer()
+        self._mark()
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+    def _mark(self) -> None:
+        """Leave on disk how far the worker has come. An end of the whole node is not what the operator wants of a worker."""
+        if not self._begun:
+            return
+        policy, registry = self.policy, self._node.host.registry
+        desired = registry.mark(self.name).desired if self._node.stopping else policy.desired.value
+        cold_start_s = round(policy.cold_start_s or 0.0, 3)
+        registry.set_mark(self.name, Mark(seq=policy.last_seq, epoch=policy.epoch, desired=desired, cold_start_s=cold_start_s))
 
     def _do(self, action: m.WorkerAction) -> None:
         match action:

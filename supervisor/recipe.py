@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from shadowsup.supervisor.config.model import EngineKind, WorkerConfig
 from shadowsup.supervisor.devices import environment as device_environment
 from shadowsup.supervisor.engine_process import EngineProcess, Launch
 from shadowsup.supervisor.environment import engine_environment
+from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import HangLimits
@@ -27,11 +29,15 @@ PROBE_S = 0.2
 
 
 class Recipe(Protocol):
-    """Makes launches. `watch` runs once for each engine, after its start."""
+    """Makes launches. `watch` runs once for each engine, after its start, or after its adoption."""
 
     config: WorkerConfig
 
     def launch(self, engine: str, seq: int) -> Launch: ...
+
+    def adopt(self, engine: str, seq: int, data: Mapping[str, str]) -> Launch:
+        """Return the launch of an engine that runs. ``data``: what was noted of it."""
+        ...
 
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None: ...
 
@@ -141,6 +147,9 @@ class KeptRecipe:
             log_keep=config.logs.keep,
         )
 
+    def adopt(self, engine: str, seq: int, data: Mapping[str, str]) -> Launch:
+        return self.launch(engine, seq)
+
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None:
         """Nothing to do: these engines speak for themselves."""
 
@@ -170,10 +179,19 @@ class CommandRecipe:
         self._scribe = scribe
         self._ports: dict[str, int] = {}
         self._notify: dict[str, NotifySocket] = {}
+        self._ready: set[str] = set()
+        """Of those that were adopted."""
 
     def launch(self, engine: str, seq: int) -> Launch:
+        return self._launch(engine, self.config.port or free_port())
+
+    def adopt(self, engine: str, seq: int, data: Mapping[str, str]) -> Launch:
+        if "upstream" in data:
+            self._ready.add(engine)
+        return self._launch(engine, int(data.get("port", "0")))
+
+    def _launch(self, engine: str, port: int) -> Launch:
         config = self.config
-        port = config.port or free_port()
         self._ports[engine] = port
         env = {**self.env, "PORT": str(port)}
         if config.ready is not None and config.ready.notify:
@@ -186,6 +204,7 @@ class CommandRecipe:
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,
+            data={"port": str(port)},
         )
 
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None:
@@ -195,13 +214,20 @@ class CommandRecipe:
         try:
             if process.pid is None:
                 return
+            if process.id in self._ready:
+                self._ready.discard(process.id)
+                await process.gone()
+                return
             probe = notify or self._probe(process.id, port)
             waiting = asyncio.ensure_future(wait_ready(probe, interval_s=PROBE_S, timeout_s=self.config.health.startup))
             gone = asyncio.ensure_future(process.gone())
             try:
                 await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if waiting.done() and waiting.exception() is None:
-                    tell(m.Ready(process.id, f"http://127.0.0.1:{port}"))
+                    upstream = f"http://127.0.0.1:{port}"
+                    with contextlib.suppress(SupervisorError):  # an adopting supervisor will ask the probe again
+                        process.note(upstream=upstream)
+                    tell(m.Ready(process.id, upstream))
                     if notify is not None:  # it may say more, and must not find the socket gone
                         await gone
             finally:

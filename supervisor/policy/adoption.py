@@ -1,13 +1,13 @@
 """What a worker is, from what its engines say that another supervisor has started. Pure: facts in, records out.
 
 The facts come from four places, none of which is trusted alone: the list of processes (who there was), /proc (who lives), each living
-engine's first beat (what it is), and the header of the ledger (who may write). The engine with the highest claim to an epoch is the active
-one, alive or not; what claims an older epoch is a former owner and is ended; everybody else is as parked, or as far on the way, as they say.
+engine's first beat (what it is), and the header of the ledger (who may write). The engine with the highest claim to an epoch is the
+active one, alive or not; what claims an older epoch is a former owner and is ended; everybody else is as parked, or as far on the way,
+as they say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shadowsup.supervisor.policy import messages as m
@@ -16,6 +16,7 @@ from shadowsup.wire.engine import Beat, EngineState, Phase, Role
 
 DIED_ALONE = "engine process died while there was no supervisor"
 SUCCEEDED = "another engine has succeeded it"
+ENDING = "its end had begun"
 
 _CURRENT, _OTHER, _UNKNOWN = 1, 0, -1
 """Generations of KV sets, as `EngineRecord.kv_set` counts them, at the moment of the adoption."""
@@ -62,8 +63,8 @@ def picture(found: m.Adopt, now_s: float) -> Picture:
             record.excused = engine is not active
             if engine is not active and not fenced and made.epoch > 1:
                 record.epoch = 1  # it may have been an owner: what is left of its tree must be gone before the fence
-        elif engine is not active and claims[engine.id] > 0:
-            made.condemned.append((engine.id, SUCCEEDED))
+        elif engine.condemned or (engine is not active and claims[engine.id] > 0):
+            made.condemned.append((engine.id, ENDING if engine.condemned else SUCCEEDED))
             record.excused = True
     return made
 
@@ -78,11 +79,8 @@ def _set_in_use(found: m.Adopt, active: m.FoundEngine | None) -> str:
     """Return the id of the KV set that counts: the active engine's, else the one the keeper would give, else what shadows hold."""
     if active is not None and active.beat is not None and active.beat.kv_set:
         return active.beat.kv_set
-    return found.kv_set or next(_sets(found.engines), "")
-
-
-def _sets(engines: Iterable[m.FoundEngine]) -> Iterable[str]:
-    return iter([engine.beat.kv_set for engine in engines if engine.beat is not None and engine.beat.kv_set])
+    held = [engine.beat.kv_set for engine in found.engines if engine.beat is not None and engine.beat.kv_set]
+    return found.kv_set or (held[0] if held else "")
 
 
 def _generation(engine: m.FoundEngine, current: str, known: bool) -> int:
@@ -146,4 +144,3 @@ def _silence(engine: m.FoundEngine, epoch: int, now_s: float) -> Beat:
         tokens_total=0,
         fenced=False,
     )
-

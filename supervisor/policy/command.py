@@ -35,6 +35,11 @@ class CommandPolicy:
         self._routes_key: object = None
 
     @property
+    def last_seq(self) -> int:
+        """The K of ``NAME.K`` that was given last; 0: none."""
+        return self._next_seq - 1
+
+    @property
     def active(self) -> EngineRecord | None:
         return self.engines.get(self._current) if self._current else None
 
@@ -128,13 +133,13 @@ class CommandPolicy:
         self.desired, self.epoch, self.cold_start_s = found.desired, found.epoch, found.cold_start_s
         self._served_once = found.epoch > 0
         self._next_seq = max(self._next_seq, 1 + max([found.seq, *(engine.seq for engine in found.engines)]))
-        for engine in sorted(found.engines, key=lambda engine: engine.seq):
-            record = EngineRecord(
-                id=engine.id, seq=engine.seq, how=engine.how, spawned_s=engine.spawned_s, refill=False, kv_set=0, pid=engine.pid
-            )
+        living: list[EngineRecord] = []
+        for each in sorted(found.engines, key=lambda each: each.seq):
+            record = EngineRecord(id=each.id, seq=each.seq, how=each.how, spawned_s=each.spawned_s, refill=False, kv_set=0, pid=each.pid)
             record.state = EngineState.LOADING
-            self.engines[engine.id] = record
-        living = [engine for engine in self.engines.values() if any(each.id == engine.id and each.alive for each in found.engines)]
+            self.engines[each.id] = record
+            if each.alive:
+                living.append(record)
         if living:
             current = living[-1]
             self._current = current.id

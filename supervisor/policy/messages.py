@@ -180,7 +180,7 @@ class Drill:
 
 @dataclass(frozen=True, kw_only=True)
 class FoundEngine:
-    """An engine that another supervisor started. ``beat``: what it said since; None: nothing. ``alive``: its leader runs."""
+    """An engine that another supervisor started. ``beat``: what it has said since; None: nothing. ``alive``: its leader runs."""
 
     id: str
     seq: int
@@ -190,14 +190,16 @@ class FoundEngine:
     alive: bool
     beat: Beat | None = None
     refill: bool = False
+    condemned: bool = False
+    """Its end had begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adopt:
     """Go on with a worker that another supervisor has left. The first event of a worker, if it comes at all.
 
-    ``seq``: the largest that was ever used. ``epoch``, ``owner``: what the ledger's header names, or the newest that is known. ``kv_set``: id
-    of the set that the keeper would give to a newcomer; empty: it has none. ``upstream``: where a command serves; empty: it does not.
+    ``seq``: the largest that was ever used. ``epoch``, ``owner``: what the ledger's header names, or the newest that is known. ``kv_set``:
+    id of the set that the keeper would give to a newcomer; empty: it has none. ``upstream``: where a command serves; empty: it does not.
     """
 
     engines: tuple[FoundEngine, ...] = ()

@@ -48,6 +48,11 @@ class Standing:
         return self.succession.epoch
 
     @property
+    def last_seq(self) -> int:
+        """The K of ``NAME.K`` that was given last; 0: none."""
+        return self._next_seq - 1
+
+    @property
     def active(self) -> EngineRecord | None:
         return self.engines.get(self.succession.active) if self.succession.active else None
 

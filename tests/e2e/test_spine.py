@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -18,7 +20,8 @@ from leftovers import memfds, processes, shared_memory
 
 from shadowsup.supervisor.bench import failover
 from shadowsup.supervisor.bench.client import Stream, stream_chat
-from shadowsup.supervisor.bench.node import Node, engine_pid, running
+from shadowsup.supervisor.bench.node import START, Node, engine_pid, running
+from shadowsup.supervisor.errors import SupervisorError
 
 ROOT = Path(__file__).parents[2]
 PLAN = failover.Plan(kills=4, streams=4, prompt_words=600, output_tokens=40, model="chat")
@@ -46,6 +49,17 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 def chat_url(node: Node) -> str:
     return f"{node.url}/v1/chat/completions"
+
+
+async def node_is_running(node: Node) -> dict[str, Any]:
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(SupervisorError):
+            status = await node.status()
+            if status["node"]["state"] == "running":
+                return status
+        assert time.monotonic() < deadline, node.tail()
+        await asyncio.sleep(0.05)
 
 
 def question(max_tokens: int = 48) -> dict[str, object]:
@@ -138,7 +152,7 @@ async def test_the_death_of_a_part_is_not_seen_by_a_client_and_it_comes_back(nod
     assert result["kinds"] == ["shadow"]
 
 
-async def test_engines_and_gateway_serve_on_without_a_supervisor_and_nothing_is_started_twice() -> None:
+async def test_p02_all_serves_on_without_a_supervisor_and_the_next_start_adopts_it() -> None:
     async with running(ROOT / "configs" / "node.yaml", state="healthy") as node, aiohttp.ClientSession() as session:
         seen = Stream(sent_s=time.monotonic())
         streaming = asyncio.create_task(stream_chat(session, chat_url(node), question(), seen))
@@ -151,11 +165,24 @@ async def test_engines_and_gateway_serve_on_without_a_supervisor_and_nothing_is_
         assert len(seen.token_ids) == 48
         fresh = await stream_chat(session, chat_url(node), question(8))
         assert fresh.error is None
-        code, _, err = await node.cli("start", str(node.config), check=False)
-        assert code == 1
-        assert "shadowsup" in err
-        assert "stop" in err
-        assert set(processes(node.folder)) <= set(before)
+        reference = await stream_chat(session, chat_url(node), question())
+        seen = Stream(sent_s=time.monotonic())
+        streaming = asyncio.create_task(stream_chat(session, chat_url(node), question(), seen))
+        await seen.reached(3)
+        command = [word.format(config=node.config, runtime=node.runtime_dir) for word in START]
+        with node.output.open("ab") as sink:
+            node.process = await asyncio.create_subprocess_exec(*command, stdout=sink, stderr=sink)
+        status = await node_is_running(node)
+        adopted = {engine["pid"] for engine in status["workers"][0]["engines"]}
+        adopted |= {status[part]["pid"] for part in ("memkeeper", "gateway")} | {status["nursery"][0]["pid"]}
+        assert adopted < set(before), "something was started twice"
+        await streaming
+        assert failover.difference(reference, seen) is None
+        # The death of the active is for the new supervisor to see, and its shadow has all of the KV.
+        result = await failover.measure(node, failover.Plan(kills=1, streams=2, prompt_words=60, output_tokens=12, model="chat"))
+        assert (result["wrong"], result["kinds"]) == ([], ["shadow"])
+        node.process.kill()
+        await node.process.wait()
         code, _, err = await node.cli("stop", check=False)
         assert code == 0, err
         assert processes(node.folder) == {}
