@@ -1,4 +1,4 @@
-"""``shadowsup config show``, ``schema`` and ``edit``."""
+"""``shadowsup config show``, ``schema``, ``example`` and ``edit``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shadowsup.supervisor.errors import ConfigError, NotRunning
 
 @click.group()
 def config() -> None:
-    """Show the effective config or the schema of config files; edit a config."""
+    """Show the effective config, the schema of config files or examples; edit a config."""
 
 
 @config.command()
@@ -37,6 +37,20 @@ def schema() -> None:
     from shadowsup.supervisor.config.schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+
+
+@config.command()
+@click.argument("name", required=False)
+def example(name: str | None) -> None:
+    """Print the example NAME, or the names of all: configs, Grafana dashboard, Prometheus alerts, completions, systemd unit.
+
+    \b
+    shadowsup config example node.yaml > node.yaml
+    shadowsup config example prometheus/alerts.yaml > alerts.yaml
+    """
+    from shadowsup.supervisor import examples
+
+    click.echo("\n".join(examples.names()) if name is None else examples.read(name), nl=name is None)
 
 
 @config.command()

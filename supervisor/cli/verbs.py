@@ -32,7 +32,7 @@ VERBS: dict[str, Verb] = {
     "init": Verb(f"{_HERE}.init:init", "Write a first config.", "Config"),
     "plan": Verb(f"{_HERE}.plan:plan", "What a config would run, and whether it fits in memory.", "Config"),
     "validate": Verb(f"{_HERE}.validate:validate", "Check a config; tell everything that is wrong at once.", "Config"),
-    "config": Verb(f"{_HERE}.config:config", "Show the effective config or the schema; edit a config.", "Config"),
+    "config": Verb(f"{_HERE}.config:config", "Show the effective config, the schema or examples; edit a config.", "Config"),
     "doctor": Verb(f"{_HERE}.doctor:doctor", "Whether this machine is fit, and what to do about what is not.", "Config"),
     "completion": Verb(f"{_HERE}.completion:completion", "What a shell needs to complete shadowsup.", "Config"),
     "version": Verb(f"{_HERE}.version:version", "Show the version.", "Config"),
