@@ -130,6 +130,7 @@ class KeeperClient:
         device: str = "host",
         ledger_meta: dict[str, str] | None = None,
         fresh: bool = False,
+        beside: bool = False,
         timeout_s: float | None = None,
     ) -> HandleSet:
         """Return the worker's KV slabs and, last, its ledger; created where there are none with this fingerprint and these sizes.
@@ -139,6 +140,7 @@ class KeeperClient:
 
         Args:
             fresh: take a new set in any case. The caller drops the old one first if both do not fit.
+            beside: a new set does not supersede those that the worker has.
 
         Raises:
             OutOfMemory: they do not fit.
@@ -151,6 +153,7 @@ class KeeperClient:
             ledger_size=ledger_size,
             ledger_meta=dict(ledger_meta or {}),
             fresh=fresh,
+            beside=beside,
         )
         return self._adopt(self._call(request, timeout_s))
 

@@ -125,7 +125,8 @@ class Seal(msgspec.Struct, frozen=True, kw_only=True, tag="seal"):
 class GetKv(msgspec.Struct, frozen=True, kw_only=True, tag="get_kv"):
     """KV slabs and ledger of a worker, created where there are none with this fingerprint, or where ``fresh`` is set.
 
-    Older sets of the worker stay until nobody leases them, then they are freed. The answer has the ledger last.
+    Older sets of the worker stay until nobody leases them, then they are freed. The answer has the ledger last. ``beside``: they stay as
+    good as the new one, until they are freed by order (engines with other settings come up beside those that serve).
     """
 
     worker: str
@@ -135,6 +136,7 @@ class GetKv(msgspec.Struct, frozen=True, kw_only=True, tag="get_kv"):
     ledger_size: int
     ledger_meta: dict[str, str] = {}
     fresh: bool = False
+    beside: bool = False
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):

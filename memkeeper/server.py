@@ -242,7 +242,8 @@ class Keeper:
             meta.setdefault("salt", secrets.token_hex(16))
         planned = self._book.plan_kv(request, sizes, ledger_size, meta)
         # Before the new one is allocated: memory may be short, and what nobody leases would be freed anyway.
-        self._apply(self._book.supersede(request.worker))
+        if not request.beside:
+            self._apply(self._book.supersede(request.worker))
         self._start(connection, planned)
 
     def _seal(self, connection: Connection, request: p.Seal) -> None:

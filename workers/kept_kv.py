@@ -68,12 +68,24 @@ def rehearse() -> None:
 class KeptKv:
     """The lease and descriptors of one worker's KV.
 
+    Args:
+        beside: a set of another fingerprint that the worker has stays as good as ours, see `GetKv`.
+
     Raises:
         OutOfMemory: the keeper cannot create the segments.
         KeeperError: the keeper refuses or is not there.
     """
 
-    def __init__(self, keeper: KeeperClient, *, worker: str, device: str, geometry: KvGeometry, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self,
+        keeper: KeeperClient,
+        *,
+        worker: str,
+        device: str,
+        geometry: KvGeometry,
+        fingerprint: Fingerprint,
+        beside: bool = False,
+    ) -> None:
         self._keeper = keeper
         self._worker = worker
         self._device = device
@@ -82,7 +94,7 @@ class KeptKv:
         self._slabs = slab_sizes(geometry.size, device)
         self.size = sum(self._slabs)
         """Bytes of the arena that these slabs fill."""
-        self._handles = self._get(fresh=False)
+        self._handles = self._get(fresh=False, beside=beside)
         self.reader = LedgerReader(self._handles.ledger.fd)
 
     @property
@@ -169,7 +181,7 @@ class KeptKv:
         """Close the descriptors; what is mapped stays mapped, the lease ends with the keeper's connection. Idempotent."""
         self._close_handles()
 
-    def _get(self, *, fresh: bool, timeout_s: float | None = None) -> HandleSet:
+    def _get(self, *, fresh: bool, beside: bool = False, timeout_s: float | None = None) -> HandleSet:
         handles = self._keeper.get_kv(
             self._worker,
             self._fingerprint,
@@ -178,6 +190,7 @@ class KeptKv:
             device=self._device,
             ledger_meta={"blocks": str(self._geometry.blocks), "block_tokens": str(self._geometry.block_tokens)},
             fresh=fresh,
+            beside=beside,
             timeout_s=timeout_s,
         )
         if self._device != "host":

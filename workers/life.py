@@ -142,6 +142,7 @@ class Life:
             device=self.device,
             geometry=geometry,
             fingerprint=kept_kv.fingerprint(weights, geometry),
+            beside=self.spec.kv.beside,
         )
         self.open["kv"] = self._kv.close
         self._tell_kv_set()

@@ -54,6 +54,8 @@ class KvSpec(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     block_tokens: int = 16
     reserve: int | None = None
+    beside: bool = False
+    """Engines with other settings serve from another set, which must stay good until they have handed over."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -234,6 +234,20 @@ def test_a_new_kv_set_replaces_the_old_one_which_goes_with_its_last_lease(keeper
         handles.close()
 
 
+def test_a_kv_set_beside_another_leaves_that_as_good_as_it_was(keeper: KeeperProcess, engine: Engine) -> None:
+    """While new settings are tried, an engine with the old ones that comes up must find the blocks that are in use."""
+    old, new, late = engine("chat.1"), engine("chat.2"), engine("chat.3")
+    first = old.get_kv("chat", MODEL, **KV)
+    beside = new.get_kv("chat", OTHER, beside=True, **KV)
+    again = late.get_kv("chat", MODEL, **KV)
+    assert beside.created and beside.set_id != first.set_id
+    assert again.set_id == first.set_id and not again.created
+    new.drop(beside.set_id)
+    assert set(leases(old)) == {first.set_id, beside.set_id}, "it stays until it is freed by order"
+    for handles in (first, beside, again):
+        handles.close()
+
+
 def test_wrong_requests_are_refused_with_words_and_the_connection_goes_on(keeper: KeeperProcess, engine: Engine) -> None:
     client = engine("chat.1")
     with pytest.raises(KeeperError, match="no device GPU-123"):
