@@ -100,6 +100,7 @@ def _record(engine: m.FoundEngine, claim: int, now_s: float) -> EngineRecord:
         kv_set=_UNKNOWN,
         pid=engine.pid,
         epoch=claim,
+        revision=engine.revision,
     )
     beat = engine.beat
     if beat is None and claim:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.adoption import DIED_ALONE
+from shadowsup.supervisor.policy.command_rolling import CommandRolling
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, How, WorkerSettings, WorkerState, exit_text
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
+from shadowsup.supervisor.policy.rollout import RollOut
 from shadowsup.wire.engine import EngineState, Role
 
 
-class CommandPolicy:
+class CommandPolicy(CommandRolling):
     """Same events and actions as `WorkerPolicy`, as far as they make sense without kept memory."""
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -33,6 +35,8 @@ class CommandPolicy:
         self._restart = False
         self._actions: list[m.WorkerAction] = []
         self._routes_key: object = None
+        self.rollout: RollOut | None = None
+        """The newest roll-out of new settings, running or ended."""
 
     @property
     def last_seq(self) -> int:
@@ -80,6 +84,8 @@ class CommandPolicy:
         name = self.settings.name
         if isinstance(event, m.FailOver):
             return f"worker {name} is a command: it has no shadow to hand over to", "use restart"
+        if isinstance(event, m.RestartWorker) and self.rollout is not None and self.rollout.open:
+            return f"worker {name} is being given new settings ({self.rollout.stage.value})", "wait until shadowsup reload is done"
         if isinstance(event, m.Drill) and (event.engine not in self.engines or self.engines[event.engine].pid is None):
             return f"no running engine {event.engine}", "see `shadowsup status`"
         return None
@@ -123,6 +129,8 @@ class CommandPolicy:
                 if name in self.engines:
                     self.engines[name].excused = True
                     self._actions.append(m.Signal(name, number))
+            case m.Reconfigure() | m.RollOut() | m.CommitRollOut() | m.FinishRollOut() | m.TakeBack():
+                self._take_rollout_order(event)
             case _:
                 pass
         self._reconcile(now_s)
@@ -137,6 +145,7 @@ class CommandPolicy:
         for each in sorted(found.engines, key=lambda each: each.seq):
             record = EngineRecord(id=each.id, seq=each.seq, how=each.how, spawned_s=each.spawned_s, refill=False, kv_set=0, pid=each.pid)
             record.state = EngineState.LOADING
+            record.revision = each.revision or self.settings.revision
             self.engines[each.id] = record
             if each.alive:
                 living.append(record)
@@ -146,6 +155,8 @@ class CommandPolicy:
             if found.upstream:
                 current.state, current.role, current.promoted_s = EngineState.ACTIVE, Role.ACTIVE, now_s
                 self.upstream = found.upstream
+        # The config was changed while there was no supervisor.
+        self._restart = bool(living) and living[-1].revision != self.settings.revision
         for engine in list(self.engines.values()):
             if engine not in living:
                 engine.excused = True
@@ -166,6 +177,8 @@ class CommandPolicy:
         self.last_failure = f"{engine.id}: {event.message}" + (f" ({event.hint})" if event.hint else "")
         self._actions.append(m.Announce("engine.spawn_failed", self.last_failure, "error", engine.id))
         self._actions.append(m.Forget(engine.id))
+        if self._blame(engine, self.last_failure):
+            return
         if event.fatal:
             self.down_reason = self.last_failure
         elif not engine.dying:
@@ -199,6 +212,8 @@ class CommandPolicy:
             return
         self.last_failure = f"{engine.id}: {engine.cause}" + (f" ({engine.exit})" if engine.exit else "")
         self._actions.append(m.Announce("engine.verdict", self.last_failure, "warning", engine.id, data={"cause": cause}))
+        if self._blame(engine, self.last_failure):
+            return
         if not engine.excused and not (served and now_s - (engine.promoted_s or 0.0) >= self.settings.healthy_after_s):
             self._book.failed(now_s)
 
@@ -212,6 +227,8 @@ class CommandPolicy:
         if event.output and not engine.excused and engine.stop is None:
             output = "\n".join(event.output)
             self.last_failure = f"{engine.id} ended with {engine.exit or 'an unknown status'}; its last output:\n{output}"
+            if self.rollout is not None and engine.id in self.rollout.blamed:
+                self.rollout.reason = self.last_failure
         text = f"{engine.id} is gone ({engine.exit or 'status unknown'})"
         self._actions.append(m.Announce("engine.gone", text, "info", engine.id, data={"exit": engine.exit}))
         self._actions.append(m.Forget(engine.id))
@@ -234,6 +251,7 @@ class CommandPolicy:
             if engine.state is EngineState.QUARANTINED:
                 self.quarantined |= set(self.settings.gpus)  # the node tells everyone, us too, but a little later
         self._restart = False
+        self._roll_out()
         self._start(now_s)
         self._tell(now_s)
 
@@ -255,11 +273,12 @@ class CommandPolicy:
             return
         seq = self._next_seq
         self._next_seq += 1
-        engine = EngineRecord(id=f"{self.settings.name}.{seq}", seq=seq, how=How.COLD, spawned_s=now_s, refill=False, kv_set=0)
+        name, revision = self.settings.name, self.settings.revision
+        engine = EngineRecord(id=f"{name}.{seq}", seq=seq, how=How.COLD, spawned_s=now_s, refill=False, kv_set=0, revision=revision)
         self.engines[engine.id] = engine
         self._current = engine.id
         self.deadline_s = min(self.deadline_s, now_s + self.settings.startup_s)
-        self._actions.append(m.Spawn(engine.id, seq, How.COLD))
+        self._actions.append(m.Spawn(engine.id, seq, How.COLD, revision=revision))
         text = f"{engine.id} is spawning"
         self._actions.append(m.Announce("engine.state", text, engine=engine.id, data={"state": "spawning"}))
 

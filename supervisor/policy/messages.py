@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from shadowsup.supervisor.policy.model import Desired, How, NurseryState
+from shadowsup.supervisor.policy.model import Desired, How, NurseryState, WorkerSettings
 from shadowsup.supervisor.protocol import Recovery
 from shadowsup.wire.engine import Beat, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
 
@@ -75,7 +75,10 @@ class Gone:
 
 @dataclass(frozen=True)
 class NurseryChanged:
+    """``revision``: of the settings whose engines it forks; empty: of those in force."""
+
     state: NurseryState
+    revision: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,8 @@ class FoundEngine:
     refill: bool = False
     condemned: bool = False
     """Its end had begun."""
+    revision: str = ""
+    """Of the settings it was started with; empty: not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +216,44 @@ class Adopt:
     cold_start_s: float | None = None
     upstream: str = ""
 
+
+@dataclass(frozen=True)
+class Reconfigure:
+    """Settings that need no new engine: their revision is that in force."""
+
+    settings: WorkerSettings
+
+
+@dataclass(frozen=True)
+class RollOut:
+    """Bring an engine with these settings up beside those that serve, and touch nothing else.
+
+    ``nursery``: state of the one that forks such engines. ``gap``: there is no room for one engine more; nothing is done before the commit.
+    """
+
+    settings: WorkerSettings
+    nursery: NurseryState = NurseryState.NONE
+    gap: bool = False
+
+
+@dataclass(frozen=True)
+class CommitRollOut:
+    """Hand over to the engine with the new settings."""
+
+
+@dataclass(frozen=True)
+class FinishRollOut:
+    """The new settings stay: replace what is left with the old ones."""
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """The old settings stay."""
+
+    reason: str
+
+
+RollOutOrder = Reconfigure | RollOut | CommitRollOut | FinishRollOut | TakeBack
 
 WorkerEvent = (
     Tick
@@ -234,6 +277,7 @@ WorkerEvent = (
     | RestartWorker
     | FailOver
     | Drill
+    | RollOutOrder
 )
 
 
@@ -248,6 +292,10 @@ class Spawn:
     seq: int
     how: How
     refill: bool = False
+    revision: str = ""
+    """Of the settings to start it with."""
+    beside: bool = False
+    """Engines with other settings may hold other KV, which stays good."""
 
 
 @dataclass(frozen=True)
@@ -312,8 +360,15 @@ class FreeMemory:
 
 
 @dataclass(frozen=True)
+class TidyMemory:
+    """No engine with other settings is left: order the keeper to free what only those used. ``keep``: the KV set in use."""
+
+    keep: str
+
+
+@dataclass(frozen=True)
 class PublishRoutes:
     """What the gateway must know has changed."""
 
 
-WorkerAction = Spawn | Send | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | PublishRoutes
+WorkerAction = Spawn | Send | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | TidyMemory | PublishRoutes

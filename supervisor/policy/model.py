@@ -90,6 +90,8 @@ class WorkerSettings:
     stop_signal: int = 15
     stop_timeout_s: float = 30.0
     give_up_after_s: float | None = None
+    revision: str = ""
+    """Of what its engines are started with; two settings with one revision differ in what takes effect in place."""
 
 
 @dataclass(kw_only=True)
@@ -114,6 +116,8 @@ class EngineRecord:
     refill: bool
     kv_set: int
     """Generation of the KV set it holds or will map; -1: unknown, it must not keep what it finds."""
+    revision: str = ""
+    """Of the settings it was started with."""
     state: EngineState = EngineState.SPAWNING
     role: Role = Role.SHADOW
     pid: int | None = None

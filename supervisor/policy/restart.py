@@ -32,6 +32,12 @@ class RestartBook:
         self.not_before_s = 0.0
         """No start before this (monotonic)."""
 
+    def configure(self, backoff_s: Sequence[float], max_failures: int, window_s: float) -> None:
+        """Take other limits; what was counted stays counted."""
+        self._backoff_s = tuple(backoff_s) or (0.0,)
+        self._max = max_failures
+        self._window_s = window_s
+
     @property
     def in_a_row(self) -> int:
         """Failures since the last success."""

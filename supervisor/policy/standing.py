@@ -6,6 +6,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.gpus import GpuLoads
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
+from shadowsup.supervisor.policy.rollout import RollOut
 from shadowsup.supervisor.policy.succession import Succession
 from shadowsup.supervisor.policy.timeline import Timeline
 from shadowsup.wire.engine import EngineState
@@ -40,6 +41,9 @@ class Standing:
         self._judge_from_s = 0.0
         self._actions: list[m.WorkerAction] = []
         self._routes_key: object = None
+        self.rollout: RollOut | None = None
+        """The newest roll-out of new settings, running or ended."""
+        self._tidy_due = False
 
     # --- what is seen from outside ----------------------------------------------------------------------------------------------
 
@@ -114,6 +118,9 @@ class Standing:
                 return f"worker {name} has no active engine to hand over from", f"its state is {self.state.value}"
             if not any(e.parked for e in self.engines.values()):
                 return f"worker {name} has no parked shadow to hand over to", "wait until it is healthy, or use restart"
+        rolling = self.rollout if self.rollout is not None and self.rollout.open else None
+        if rolling is not None and (isinstance(event, m.RestartWorker) or (isinstance(event, m.FailOver) and rolling.stage.committed)):
+            return f"worker {name} is being given new settings ({rolling.stage.value})", "wait until shadowsup reload is done"
         if isinstance(event, m.DrainWorker) and (self.active is None or self.desired is Desired.STOP):
             return f"worker {name} does not serve: there is nothing to drain", f"its state is {self.state.value}"
         if isinstance(event, m.Drill) and (event.engine not in self.engines or self.engines[event.engine].pid is None):

@@ -32,12 +32,18 @@ class Succession:
         self._kv_set = 0
         self._kv_known = True
         """False from the order to take a fresh set until it was confirmed: the keeper may still hand out the old one."""
+        self._newest_set = 0
+        self._names: dict[int, str] = {}
+        """The keeper's ids of sets, as their owners and parked engines with other settings tell them."""
+        self._sound: set[int] = set()
+        """Sets beside the one in use that are as good: nobody has written them yet, or their owner handed over."""
 
     def resume(self, active: str | None, epoch: int, *, kv_set: int, kv_known: bool) -> None:
         """Go on where another supervisor has left off."""
         self.active = active
         self.epoch = self._claimed = epoch
         self._kv_set, self._kv_known = kv_set, kv_known
+        self._newest_set = max(self._newest_set, kv_set)
 
     def vacate(self) -> None:
         """The active engine was condemned: open the next epoch, so that no event of the old one counts any more."""
@@ -59,8 +65,45 @@ class Succession:
 
     def abandon_memory(self) -> None:
         """The worker's memory was freed: what comes next has a set of its own."""
-        self._kv_set += 1
+        self._fresh_set()
         self._kv_known = True
+
+    def name(self, engine: EngineRecord, kv_set: str) -> None:
+        """The active engine says which set it serves from."""
+        if kv_set and engine.kv_set == self._kv_set:
+            self._names[self._kv_set] = kv_set
+
+    def identify(self, engine: EngineRecord, kv_set: str, *, alike: bool) -> None:
+        """A parked engine says which set it holds. ``alike``: it has the settings of the one that serves, so it should be the same.
+
+        One with other settings may hold the same set all the same (its KV is laid out alike), or one of its own.
+        """
+        in_use = self._names.get(self._kv_set)
+        if alike and (not kv_set or in_use is None or in_use == kv_set):
+            return
+        known = next((number for number, name in self._names.items() if name == kv_set), None)
+        if not kv_set or in_use is None or alike:
+            engine.kv_set = -1
+        elif known is not None:
+            engine.kv_set = known
+        else:
+            self._newest_set += 1
+            engine.kv_set = self._newest_set
+            self._names[engine.kv_set] = kv_set
+            self._sound.add(engine.kv_set)
+
+    def only_set(self) -> str:
+        """Forget every set but the one in use, and return the keeper's id of that; empty when it is not known."""
+        self._sound.clear()
+        self._names = {number: name for number, name in self._names.items() if number == self._kv_set}
+        return self._names.get(self._kv_set, "")
+
+    def _fresh_set(self) -> None:
+        """What comes next has a set that nobody has mapped. The keeper gives out no other set of the worker any more."""
+        self._newest_set += 1
+        self._kv_set = self._newest_set
+        self._sound.clear()
+        self._names.clear()
 
     def confirm(self, engine: EngineRecord) -> None:
         """The owner of this epoch serves, from memory that it has mapped."""
@@ -71,20 +114,27 @@ class Succession:
         """Say whether a parked engine holds another KV set than the one in use."""
         return engine.kv_set != self._kv_set
 
+    def usable(self, engine: EngineRecord) -> bool:
+        """Say whether a parked engine holds a set that it may serve from: the one in use, or one as good beside it."""
+        return engine.kv_set == self._kv_set or engine.kv_set in self._sound
+
     def former_owners(self, engines: Iterable[EngineRecord]) -> list[EngineRecord]:
         """Return the engines of earlier epochs that have mapped the current KV set and still have a process."""
         return [e for e in engines if e.epoch > 0 and e.kv_set == self._kv_set and e.id != self.active]
 
-    def decide(self, engines: list[EngineRecord], now_s: float) -> Promotion | float | None:
+    def decide(self, engines: list[EngineRecord], now_s: float, revision: str = "") -> Promotion | float | None:
         """Return the promotion to order now, or when to ask again, or None when no engine is fit.
+
+        ``revision``: of the settings in force; engines with others come last.
 
         One successor an epoch (P35): after the order ``active`` is set, and only `vacate` or `leave` clears it.
         """
         parked = [e for e in engines if e.parked]
         if self.active is not None or not parked:
             return None
-        candidate = min(parked, key=lambda e: (self.is_stale(e), e.stale, e.seq))
-        former = self.former_owners(engines)
+        candidate = min(parked, key=lambda e: (e.revision != revision, not self.usable(e), e.stale, e.seq))
+        kv_set = candidate.kv_set if self.usable(candidate) else self._kv_set
+        former = [e for e in engines if e.epoch > 0 and e.kv_set == kv_set]
         # One that is stuck in the kernel may be so with its device's work unfinished, and is never fenced.
         unfrozen = [e for e in former if e.frozen_s is None or e.state is EngineState.QUARANTINED]
         if unfrozen:
@@ -94,13 +144,17 @@ class Succession:
             give_up_s = max(e.verdict_s or 0.0 for e in unfrozen) + FREEZE_BOUND_S
             if now_s < give_up_s:
                 return give_up_s
-        keep = not unfrozen and not self.is_stale(candidate)
+        keep = not unfrozen and candidate.kv_set == kv_set
         if self._claimed == self.epoch:
             self.epoch += 1
         self._claimed = self.epoch
         self.active = candidate.id
         if not keep:
-            self._kv_set += 1
+            self._fresh_set()
             self._kv_known = False
             candidate.kv_set = self._kv_set
+        elif kv_set != self._kv_set:
+            self._sound.discard(kv_set)
+            self._sound.add(self._kv_set)
+            self._kv_set, self._kv_known = kv_set, True
         return Promotion(engine=candidate.id, epoch=self.epoch, keep_kv=keep, fenced=not keep or not former)

@@ -19,14 +19,16 @@ from shadowsup.supervisor.policy.model import (
     EngineRecord,
     How,
     NurseryState,
+    WorkerSettings,
     WorkerState,
 )
-from shadowsup.supervisor.policy.standing import NEVER_S, Standing
+from shadowsup.supervisor.policy.rolling import Rolling
+from shadowsup.supervisor.policy.standing import NEVER_S
 from shadowsup.wire import engine as w
 from shadowsup.wire.engine import EngineState, Role
 
 
-class Upkeep(Standing, ABC):
+class Upkeep(Rolling, ABC):
     """What must be done about the state of a worker."""
 
     # --- what follows -----------------------------------------------------------------------------------------------------------
@@ -43,6 +45,9 @@ class Upkeep(Standing, ABC):
         self._fence(now_s)
         self._refill(now_s)
         self._close_when_done(now_s)
+        if self._roll_out(now_s):
+            self._start_service(now_s)
+            self._refill(now_s)
         self._free_when_stopped()
         self._tell(now_s)
 
@@ -65,7 +70,7 @@ class Upkeep(Standing, ABC):
     def _judge(self, engine: EngineRecord, now_s: float) -> tuple[str | None, float]:
         """Return the verdict, or None and when to look again."""
         due_s = NEVER_S
-        settings = self.settings
+        settings = self.settings_of(engine)
         if engine.stop is not None:
             return None, due_s  # the ladder has its own bounds
         if engine.vitals.beat is None and engine.how is How.NURSERY and engine.pid is not None:
@@ -105,18 +110,19 @@ class Upkeep(Standing, ABC):
 
     def _push_ends(self, now_s: float) -> None:
         for engine in list(self.engines.values()):
-            actions, again_s = ladder.push(engine, self.settings, now_s)
+            settings = self.settings_of(engine)
+            actions, again_s = ladder.push(engine, settings, now_s)
             self._actions += actions
             self._at(again_s)
             if engine.state is EngineState.QUARANTINED:
-                self.quarantined |= set(self.settings.gpus)  # the node tells everyone, us too, but a little later
+                self.quarantined |= set(settings.gpus)  # the node tells everyone, us too, but a little later
             if engine.dying and engine.id == self.succession.active:
                 self._lost_active(engine, now_s)  # the ladder ran out on a hand-over
 
     def _promote(self, now_s: float) -> None:
         if self.desired is Desired.STOP or self.down_reason or self._blocked():
             return
-        decision = self.succession.decide(list(self.engines.values()), now_s)
+        decision = self.succession.decide(list(self.engines.values()), now_s, self.settings.revision)
         if decision is None:
             return
         if isinstance(decision, float):
@@ -146,7 +152,7 @@ class Upkeep(Standing, ABC):
             return
         if self.desired is Desired.DRAIN and self.timeline is None:
             return  # nobody was lost while there was something to finish
-        if any((e.parked and not self._blocked()) or e.loading for e in self.engines.values()):
+        if any((e.parked and not self._blocked()) or e.loading for e in self.engines.values()) or self._waits_for_room():
             return
         if self._blocked():
             stuck = ", ".join(sorted(self.quarantined & set(self.settings.gpus)))
@@ -180,7 +186,7 @@ class Upkeep(Standing, ABC):
             return
         if active.stop is not None:
             return
-        if self._replaying(active.promoted_s, now_s):
+        if self._replaying(active.promoted_s, now_s) or self._holds_refills():
             return
         if any(e.loading for e in self.engines.values()):
             return
@@ -200,12 +206,15 @@ class Upkeep(Standing, ABC):
 
     def _missing(self) -> int:
         """Shadows to start. An engine that is on its way out has no place any more, a stale one still has."""
-        return self.settings.shadows - sum(1 for e in self.engines.values() if e.live and e.id != self.succession.active)
+        there = [e for e in self.engines.values() if e.live and e.id != self.succession.active and not self._extra(e)]
+        return self.settings.shadows - len(there)
 
     def _replace_stale(self, active: EngineRecord, now_s: float) -> None:
+        if self.rollout is not None and self.rollout.open:
+            return
         shadows = [e for e in self.engines.values() if e.parked]
         # Where the keeper does not have the set in use, a newcomer would be no better.
-        stale = [e for e in shadows if e.stale or (self.succession.is_stale(e) and self.succession.gives_current)]
+        stale = [e for e in shadows if e.stale or (not self.succession.usable(e) and self.succession.gives_current)]
         if stale:
             self._do(m.Announce("engine.replaced", f"{stale[0].id} is replaced by a new shadow", engine=stale[0].id))
             ladder.begin(stale[0], now_s)
@@ -219,17 +228,25 @@ class Upkeep(Standing, ABC):
         ladder.begin(active, now_s, release=True)
         self._push_ends(now_s)
 
-    def _spawn(self, now_s: float, *, refill: bool) -> None:
-        how = How.NURSERY if self.nursery is NurseryState.READY and self._fork_trusted else How.COLD
+    def _spawn(self, now_s: float, *, refill: bool, settings: WorkerSettings | None = None) -> None:
+        settings = settings or self.settings
+        how = How.NURSERY if self._nursery_of(settings) is NurseryState.READY and self._fork_trusted else How.COLD
         seq = self._next_seq
         self._next_seq += 1
         engine = EngineRecord(
-            id=f"{self.settings.name}.{seq}", seq=seq, how=how, spawned_s=now_s, refill=refill, kv_set=self.succession.kv_set_of_newcomer()
+            id=f"{self.settings.name}.{seq}",
+            seq=seq,
+            how=how,
+            spawned_s=now_s,
+            refill=refill,
+            kv_set=self.succession.kv_set_of_newcomer(),
+            revision=settings.revision,
         )
         self.engines[engine.id] = engine
         self._memory_used = True
-        self._at(now_s + self.settings.startup_s)
-        self._do(m.Spawn(engine.id, seq, how, refill))
+        self._at(now_s + settings.startup_s)
+        beside = any(e.revision != settings.revision for e in self.engines.values())
+        self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside))
         self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
 
     def _drain_active(self, now_s: float) -> None:

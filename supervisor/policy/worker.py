@@ -19,6 +19,7 @@ from shadowsup.supervisor.policy.model import (
     WorkerState,
     exit_text,
 )
+from shadowsup.supervisor.policy.rollout import Stage
 from shadowsup.supervisor.policy.timeline import Timeline
 from shadowsup.supervisor.policy.upkeep import Upkeep
 from shadowsup.wire import engine as w
@@ -44,7 +45,10 @@ class WorkerPolicy(Upkeep):
             engine.committed = True
         if beat.epoch > 0 and beat.epoch == engine.epoch:
             engine.fenced = beat.fenced
-        if not first and (engine.state is beat.state or not engine.live) and self.desired is not Desired.DRAIN:
+        if engine.id == self.succession.active and engine.promoted_s is not None and beat.state is EngineState.ACTIVE:
+            self.succession.name(engine, beat.kv_set)
+        on_trial = self.rollout is not None and self.rollout.stage is Stage.PROVING
+        if not first and (engine.state is beat.state or not engine.live) and self.desired is not Desired.DRAIN and not on_trial:
             return []
         return self.handle(m.Beaten(beat), now_s)
 
@@ -71,9 +75,8 @@ class WorkerPolicy(Upkeep):
                 self._frozen(self.engines.get(event.engine), now_s)
             case m.Gone():
                 self._gone(event, now_s)
-            case m.NurseryChanged(state=state):
-                self.nursery = state
-                self._fork_trusted = self._fork_trusted or state is NurseryState.READY
+            case m.NurseryChanged():
+                self._nursery_changed(event)
             case m.GpusQuarantined(gpus=gpus):
                 self.quarantined |= gpus
             case m.GpusReleased(gpus=gpus):
@@ -84,6 +87,8 @@ class WorkerPolicy(Upkeep):
                     self._do(m.Signal(event.engine, event.signal))
             case m.Ready():
                 pass
+            case m.Reconfigure() | m.RollOut() | m.CommitRollOut() | m.FinishRollOut() | m.TakeBack():
+                self._take_rollout_order(event, now_s)
             case _:
                 self._ordered(event, now_s)
         self._reconcile(now_s)
@@ -98,6 +103,11 @@ class WorkerPolicy(Upkeep):
         self.cold_start_s = found.cold_start_s
         self._next_seq = max(self._next_seq, 1 + max([found.seq, *(engine.seq for engine in found.engines)]))
         self._memory_used = bool(found.engines or found.kv_set)
+        for engine in self.engines.values():
+            # What was recorded by a version that knew no revisions is taken for what the config wants.
+            engine.revision = engine.revision or self.settings.revision
+            engine.stale = engine.revision != self.settings.revision
+        self._tidy_due = any(engine.stale for engine in self.engines.values())
         for name, cause in stands.condemned:
             self._condemn(self.engines[name], cause, now_s)
             if name in stands.frozen:
@@ -125,11 +135,24 @@ class WorkerPolicy(Upkeep):
                     self._release(self.active, now_s)
 
     def _forgive(self) -> None:
-        self.down_reason = self.shadow_reason = self.last_failure = ""
+        self._forgive_failures()
         if not any(e.state is EngineState.QUARANTINED for e in self.engines.values()):
             self.quarantined.clear()  # the operator says that it is well again
+
+    def _forgive_failures(self) -> None:
+        self.down_reason = self.shadow_reason = self.last_failure = ""
         self._service.reset()
         self._shadow.reset()
+
+    def _nursery_changed(self, event: m.NurseryChanged) -> None:
+        rollout, revision = self.rollout, event.revision or self.settings.revision
+        if revision == self.settings.revision:
+            self.nursery = event.state
+        if rollout is not None and revision == rollout.target.revision:
+            rollout.nursery = event.state
+        if rollout is not None and revision == rollout.origin.revision:
+            rollout.origin_nursery = event.state
+        self._fork_trusted = self._fork_trusted or event.state is NurseryState.READY
 
     def _spawned(self, event: m.Spawned) -> None:
         engine = self.engines.get(event.engine)
@@ -147,7 +170,8 @@ class WorkerPolicy(Upkeep):
             self._fork_trusted = False
         elif not engine.dying:
             engine.message, engine.hint, engine.fatal = event.message, event.hint, event.fatal
-            self._count(engine, now_s)
+            if not self._blame(engine, "could not be started", now_s):
+                self._count(engine, now_s)
 
     def _beaten(self, beat: w.Beat, now_s: float) -> None:
         engine = self.engines.get(beat.engine)
@@ -180,6 +204,9 @@ class WorkerPolicy(Upkeep):
 
     def _parked(self, engine: EngineRecord, now_s: float) -> None:
         engine.parked_s = now_s
+        if engine.vitals.beat is not None:
+            owner = self.active.revision if self.active is not None else self.settings.revision
+            self.succession.identify(engine, engine.vitals.beat.kv_set, alike=engine.revision == owner)
         if self.cold_start_s is None:
             self.cold_start_s = now_s - engine.spawned_s
         if self.timeline is not None and self.active is not None and self._missing() <= 0:
@@ -245,7 +272,8 @@ class WorkerPolicy(Upkeep):
         if not expected:
             text = f"{engine.id} ({was.value}): {cause}"
             self._do(m.Announce("engine.verdict", text, "warning", engine.id, engine.epoch or None, {"cause": cause, "state": was.value}))
-            self._count(engine, now_s)
+            if not self._blame(engine, cause, now_s):
+                self._count(engine, now_s)
         if engine.id == self.succession.active:
             self._lost_active(engine, now_s)
 
@@ -286,6 +314,7 @@ class WorkerPolicy(Upkeep):
             self.timeline.recovery.exit = engine.exit
             self._do(m.Record(self.timeline.recovery))
         output = "\n".join(event.output)
+        self._blame_more(engine, output)
         if output and not engine.excused and not engine.committed and not engine.message:
             how = engine.exit or "an unknown status"
             self._explain(f"{engine.id} ended with {how}; its last output:\n{output}")

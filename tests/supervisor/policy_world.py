@@ -26,6 +26,7 @@ class Body:
     frozen: bool = False
     killed: bool = False
     stopping: bool = False
+    revision: str = ""
 
 
 @dataclass
@@ -35,6 +36,8 @@ class World:
     now_s: float = 1000.0
     obeys: bool = True
     """Engines that are told to stop, or killed, end at once."""
+    layouts: dict[str, str] = field(default_factory=dict)
+    """Revision → what its engines' KV looks like; those of one layout share a set."""
 
     def __post_init__(self) -> None:
         self.policy = WorkerPolicy(self.settings, nursery=self.nursery)
@@ -44,7 +47,10 @@ class World:
         self.done: list[Recovery] = []
         self.promotions: list[tuple[str, Promote]] = []
         self.spawns: list[m.Spawn] = []
-        self.kv_set = 0
+        self.keeper: dict[str, int] = {}
+        """Layout → the set that the keeper gives out for it."""
+        self.sets = 0
+        self.tidied: list[str] = []
         self.freed = 0
         self._later: list[m.WorkerEvent] = []
 
@@ -98,6 +104,7 @@ class World:
             queued=0,
             last_step_s=self.now_s,
             tokens_total=0,
+            kv_set=f"set-{body.kv_set}",
         )
         self._carry_out(self.policy.beat(beat, self.now_s))
         self._settle()
@@ -155,7 +162,8 @@ class World:
                 case m.Spawn():
                     self.spawns.append(action)
                     assert action.engine not in self.bodies
-                    self.bodies[action.engine] = Body(action.engine, spawned=True, kv_set=self.kv_set)
+                    kv_set = self._get_kv(action.revision, beside=action.beside)
+                    self.bodies[action.engine] = Body(action.engine, spawned=True, kv_set=kv_set, revision=action.revision)
                     self._later.append(m.Spawned(action.engine, 100 + action.seq))
                 case m.Send(engine=name, order=Promote() as order):
                     self._promote(name, order)
@@ -177,11 +185,28 @@ class World:
                         self.done.append(recovery)
                 case m.FreeMemory():
                     self.freed += 1
-                    self.kv_set += 1
+                    self.keeper.clear()
+                case m.TidyMemory(keep=keep):
+                    self.tidied.append(keep)
+                    held = {f"set-{body.kv_set}" for body in self.bodies.values()}
+                    assert held <= {keep}, f"freed while in use: {held}"
+                    self.keeper = {layout: kv_set for layout, kv_set in self.keeper.items() if f"set-{kv_set}" == keep}
         validate(self.policy)
+
+    def _get_kv(self, revision: str, *, fresh: bool = False, beside: bool = False) -> int:
+        """What the keeper answers to an engine with these settings."""
+        layout = self.layouts.get(revision, "")
+        if fresh or layout not in self.keeper:
+            self.sets += 1
+            self.keeper = {**(self.keeper if beside else {}), layout: self.sets}
+        return self.keeper[layout]
 
     def _promote(self, name: str, order: Promote) -> None:
         body = self.bodies[name]
+        rollout = self.policy.rollout
+        if rollout is not None and rollout.open and body.revision != self.policy.settings.revision:
+            fit = [e for e in self.policy.engines.values() if e.parked and e.revision == self.policy.settings.revision]
+            assert not fit, f"{name} was promoted though {fit} has the settings in force"
         assert all(order.epoch > earlier.epoch for _, earlier in self.promotions), "two successors in one epoch"
         self.promotions.append((name, order))
         if order.keep_kv:
@@ -191,8 +216,7 @@ class World:
             if order.fenced:
                 assert not writers, "said to be fenced, but a former owner lives"
         else:
-            self.kv_set += 1
-            body.kv_set = self.kv_set
+            body.kv_set = self._get_kv(body.revision, fresh=True)
         body.epoch = order.epoch
         body.state = EngineState.PROMOTING
 

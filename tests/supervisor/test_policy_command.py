@@ -6,6 +6,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.command import CommandPolicy
 from shadowsup.supervisor.policy.model import WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.restart import RestartBook
+from shadowsup.supervisor.policy.rollout import Stage
 from shadowsup.wire.engine import EngineState
 
 
@@ -162,3 +163,40 @@ def test_the_restarts_are_counted_in_a_sliding_window() -> None:
     assert not book.exhausted(11.0)
     book.reset()
     assert book.in_a_row == 0
+
+
+def rolling(p: CommandPolicy) -> str:
+    """From serving to a process with new settings that is not ready yet."""
+    p.handle(m.RunWorker(), 0.0)
+    old = started(p, 0.0)
+    p.handle(m.Ready(old, "http://old"), 1.0)
+    p.handle(m.RollOut(WorkerSettings(name="web", shadows=0, revision="new")), 2.0)
+    assert p.upstream == "http://old" and p.rollout is not None and p.rollout.stage is Stage.READY
+    p.handle(m.CommitRollOut(), 3.0)
+    assert p.upstream == ""
+    p.handle(m.Died(old, 0, frozen=True), 3.1)
+    p.handle(m.Gone(old, 0), 3.2)
+    new = started(p, 3.3)
+    assert p.engines[new].revision == "new"
+    return new
+
+
+def test_new_settings_follow_the_end_of_the_old_process() -> None:
+    p = policy()
+    new = rolling(p)
+    p.handle(m.Ready(new, "http://new"), 4.0)
+    assert p.rollout is not None and p.rollout.stage is Stage.PROVEN
+    p.handle(m.FinishRollOut(), 4.1)
+    assert p.rollout.stage is Stage.DONE and p.settings.revision == "new" and p.upstream == "http://new"
+
+
+def test_new_settings_that_never_serve_are_taken_back_with_the_last_output_as_the_reason() -> None:
+    p = policy()
+    new = rolling(p)
+    p.handle(m.Died(new, 1, frozen=True), 4.0)
+    p.handle(m.Gone(new, 1, ("no such option --nonsense",)), 4.1)
+    old = started(p, 4.2)
+    assert p.engines[old].revision == "" and p.state is not WorkerState.BACKOFF
+    p.handle(m.Ready(old, "http://old"), 5.0)
+    assert p.rollout is not None and p.rollout.stage is Stage.FAILED
+    assert "--nonsense" in p.rollout.reason and p.upstream == "http://old"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from policy_world import World
 
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.model import Desired, NurseryState, WorkerSettings, WorkerState
+from shadowsup.supervisor.policy.rollout import Stage
 from shadowsup.wire.engine import EngineState, Phase
 
 
@@ -19,9 +22,15 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = HangLimits(ceiling_s=5.0)
-        self.world = World(WorkerSettings(name="chat", shadows=2, hang=limits, stop_timeout_s=4.0, startup_s=60.0), obeys=False)
+        self.base = WorkerSettings(name="chat", shadows=2, hang=limits, stop_timeout_s=4.0, startup_s=60.0, max_failures=1000, revision="a")
+        self.world = World(self.base, obeys=False, layouts={"a": "one", "b": "one", "c": "other"})
         self.world.run()
-        self.world.policy.settings.__dict__.update(max_failures=1000)
+
+    @initialize(healthy=st.booleans())
+    def begin(self, healthy: bool) -> None:
+        while healthy and self.world.policy.state is not WorkerState.HEALTHY:
+            self.let_all_go_well()
+            self.world.advance(1.0)
 
     def pick(self, number: int) -> str | None:
         names = sorted(self.world.bodies)
@@ -76,6 +85,25 @@ class AnyOrder(RuleBasedStateMachine):
         if engine is not None:
             self.world.fail(engine, stage=stage)
 
+    @rule()
+    def let_all_go_well(self) -> None:
+        """Who was told to end ends, who loads parks, who was promoted serves: the deeper states are behind many such steps."""
+        for name in sorted(self.world.bodies):
+            body, record = self.world.bodies.get(name), self.world.policy.engines.get(name)
+            if body is None or record is None or body.frozen:
+                continue
+            if not record.live:
+                body.frozen = True
+                self.world.gone(name, 0)
+            elif body.state is EngineState.PROMOTING:
+                self.world.promoted(name)
+                if name in self.world.bodies:
+                    self.world.first_token(name)
+            elif body.epoch == 0:
+                self.world.park(name)
+            else:
+                self.world.beat(name)
+
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.1, 0.5, 1.0, 6.0, 30.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.advance(seconds)
@@ -88,6 +116,37 @@ class AnyOrder(RuleBasedStateMachine):
     def order(self, order: m.WorkerEvent) -> None:
         if self.world.policy.refusal(order) is None:
             self.world.tell(order)
+
+    @rule(revision=st.sampled_from("abc"), shadows=st.integers(0, 2), gap=st.booleans(), nursery=st.sampled_from(list(NurseryState)))
+    def roll_out(self, revision: str, shadows: int, gap: bool, nursery: NurseryState) -> None:
+        policy = self.world.policy
+        open_stage = policy.rollout.stage if policy.rollout is not None and policy.rollout.open else None
+        if revision == policy.settings.revision or open_stage not in (None, Stage.WAITING, Stage.STARTING, Stage.READY):
+            return
+        self.world.tell(m.RollOut(replace(self.base, revision=revision, shadows=shadows), nursery, gap))
+
+    @rule(order=st.sampled_from([m.CommitRollOut(), m.CommitRollOut(), m.FinishRollOut(), m.TakeBack("the operator changed his mind")]))
+    def go_on_with_the_roll_out(self, order: m.RollOutOrder) -> None:
+        rollout = self.world.policy.rollout
+        if rollout is not None and (rollout.stage is Stage.READY or not isinstance(order, m.CommitRollOut)):
+            self.world.tell(order)
+
+    @rule(steps=st.integers(1, 9))
+    def roll_on(self, steps: int) -> None:
+        """As far as so many steps go when nothing goes wrong and the node commits and finishes at once."""
+        for _ in range(steps):
+            rollout = self.world.policy.rollout
+            if rollout is not None and rollout.stage is Stage.READY:
+                self.world.tell(m.CommitRollOut())
+            self.world.tell(m.FinishRollOut())
+            self.let_all_go_well()
+            self.world.advance(1.0)
+
+    @rule(shadows=st.integers(0, 3))
+    def change_what_needs_no_engine(self, shadows: int) -> None:
+        policy = self.world.policy
+        if policy.rollout is None or not policy.rollout.open:
+            self.world.tell(m.Reconfigure(replace(policy.settings, shadows=shadows)))
 
     @precondition(lambda self: self.world.policy.state is WorkerState.STOPPED)
     @rule()
@@ -109,8 +168,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert busy, policy.state
 
     def teardown(self) -> None:
-        """However it stands: an order to stop ends it within the bounds."""
+        """However it stands: a roll-out can be taken back, and an order to stop ends it within the bounds."""
         self.world.obeys = True
+        self.world.tell(m.TakeBack("the test is over"))
+        for _ in range(15):
+            self.let_all_go_well()
+            self.world.advance(2.0)
+        rollout = self.world.policy.rollout
+        assert rollout is None or not rollout.open, rollout
         self.world.tell(m.StopWorker())
         self.world.advance(20.0)
         assert self.world.policy.state is WorkerState.STOPPED
