@@ -7,7 +7,6 @@ import logging
 import os
 import selectors
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,10 @@ import msgspec
 
 from shadowsup.memkeeper import protocol as p
 from shadowsup.memkeeper.channel import Channel, ChannelClosed, OwnedFd
+from shadowsup.wire import credentials
 
 log = logging.getLogger("shadowsup.memkeeper")
 
-_UCRED = struct.Struct("3i")
-"""``struct ucred``: pid, uid, gid."""
 _MAX_QUEUED = 256
 """Requests of one connection that may wait; an engine has one. The vault acknowledges as many deposits as it gets."""
 _FULL_S = 0.1
@@ -133,13 +131,13 @@ class Hub:
                 self._selector.unregister(self._listener)
                 self._accept_again = self._clock() + _FULL_S
             return  # otherwise the client is gone again
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if uid not in (os.geteuid(), 0):
-            log.warning("refused a connection of uid %d (pid %d)", uid, pid)
+        who = credentials.peer(sock)
+        if not who.ours:
+            log.warning("refused a connection of uid %d (pid %d)", who.uid, who.pid)
             sock.close()
             return
         self._count += 1
-        connection = Connection(self._count, Channel(sock), f"pid {pid}")
+        connection = Connection(self._count, Channel(sock), f"pid {who.pid}")
         self.connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowsup.supervisor.errors import ExitCode, NoAnswer, NotRunning, SupervisorError
-from shadowsup.supervisor.runtime_dir import CONTROL_SOCKET, EVENTS_SOCKET, read_record
+from shadowsup.supervisor.runtime_dir import connected, read_record, socket_names
+from shadowsup.wire.credentials import peer
 
 if TYPE_CHECKING:
     import zmq
@@ -52,7 +52,7 @@ class ControlClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"ipc://{self.runtime_dir / CONTROL_SOCKET}")
+        self._socket.connect(f"ipc://{self.runtime_dir / socket_names(self.runtime_dir)[0]}")
 
     def close(self) -> None:
         """Close the sockets. Idempotent."""
@@ -112,18 +112,17 @@ def peer_pid(runtime_dir: Path) -> int:
         NotRunning: nothing listens.
         SupervisorError: no permission.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(runtime_dir / CONTROL_SOCKET))
-        except BlockingIOError:
-            return int(read_record(runtime_dir).get("pid") or 0)
-        except PermissionError:
-            raise SupervisorError(
-                f"no permission to talk to the node in {runtime_dir}", "ask its user, or for membership in node.group"
-            ) from None
-        except OSError:
-            raise NotRunning(f"no supervisor is running in {runtime_dir}", "start it with shadowsup start CONFIG") from None
-        return int.from_bytes(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], "little", signed=True)
+    try:
+        with connected(runtime_dir) as probe:
+            return peer(probe).pid
+    except BlockingIOError:
+        return int(read_record(runtime_dir).get("pid") or 0)
+    except PermissionError:
+        raise SupervisorError(
+            f"no permission to talk to the node in {runtime_dir}", "ask its user, or for membership in node.group"
+        ) from None
+    except OSError:
+        raise NotRunning(f"no supervisor is running in {runtime_dir}", "start it with shadowsup start CONFIG") from None
 
 
 def follow_events(client: ControlClient, since: int | None, stop: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
@@ -143,7 +142,7 @@ def follow_events(client: ControlClient, since: int | None, stop: Callable[[], b
     try:
         subscriber.setsockopt(zmq.LINGER, 0)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"event")
-        subscriber.connect(f"ipc://{client.runtime_dir / EVENTS_SOCKET}")
+        subscriber.connect(f"ipc://{client.runtime_dir / socket_names(client.runtime_dir)[1]}")
         last = -1
         for event in _past(client, since):
             last = int(event["n"])

@@ -26,7 +26,7 @@ from shadowsup.supervisor import adoption, device_memory, figures, node_record, 
 from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
-from shadowsup.supervisor.control import ControlServer
+from shadowsup.supervisor.control import ControlServer, Reading
 from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.journal import Journal
@@ -123,7 +123,8 @@ class Node:
         if found is not None:
             self.registry.resume()
         self.beats = BeatRouter(self._context, paths.beats, self._heard)
-        self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self))
+        reading = Reading(control=paths.control_ro, events=paths.events_ro, group=config.node.gid) if config.node.gid is not None else None
+        self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self), reading=reading)
         self.journal.publish = self._published
         self._tally = Tally()
         self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery

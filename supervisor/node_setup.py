@@ -56,7 +56,7 @@ def claimed(path: Path, config: NodeConfig) -> Iterator[Claim]:
         AlreadyRunning: another supervisor holds it.
         SupervisorError: processes of a supervisor that died are alive and cannot be adopted; nothing was started twice.
     """
-    path = runtime_dir.create(path, longest_name=max(len(worker.name) for worker in config.workers))
+    path = runtime_dir.create(path, group=config.node.gid, longest_name=max(len(worker.name) for worker in config.workers))
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -74,7 +74,7 @@ def claimed(path: Path, config: NodeConfig) -> Iterator[Claim]:
             config = found.config
         paths = NodePaths(runtime=path, state=config.node.state_dir.expanduser().absolute())
         try:
-            paths.prepare()
+            paths.prepare(config.node.gid)
         except OSError as error:
             words = f"cannot prepare {error.filename}: {error.strerror}"
             raise SupervisorError(words, "set node.state_dir to a folder of yours") from error

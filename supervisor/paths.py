@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,20 @@ class NodePaths:
     runtime: Path
     state: Path
 
-    def prepare(self) -> None:
-        """Create the folders below (`runtime` itself is made by `runtime_dir.create`)."""
+    def prepare(self, group: int | None = None) -> None:
+        """Create the folders below (`runtime` itself is made by `runtime_dir.create`). ``group``: may read the logs.
+
+        Raises:
+            OSError: one cannot be made, or given to the group.
+        """
         self.engines.mkdir(mode=0o700, exist_ok=True)
         self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if group is None:
+            self.logs.chmod(0o700)
+            return
+        for folder, mode in ((self.state, 0o710), (self.logs, 0o2750)):  # setgid: the files in it are the group's (`scribe_file`)
+            os.chown(folder, -1, group)
+            folder.chmod(mode)
 
     @property
     def overheads(self) -> Path:
@@ -32,6 +43,14 @@ class NodePaths:
     @property
     def events(self) -> Path:
         return self.runtime / runtime_dir.EVENTS_SOCKET
+
+    @property
+    def control_ro(self) -> Path:
+        return self.runtime / runtime_dir.READING_CONTROL_SOCKET
+
+    @property
+    def events_ro(self) -> Path:
+        return self.runtime / runtime_dir.READING_EVENTS_SOCKET
 
     @property
     def record(self) -> Path:
@@ -90,8 +109,6 @@ class NodePaths:
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file by ``data``, readable by its owner only, never seen half-written."""
-    import os
-
     temporary = path.with_name(f".{path.name}.new")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:

@@ -20,6 +20,9 @@ from shadowsup.supervisor.errors import ExitCode, NotRunning, SupervisorError
 VARIABLE = "SHADOWSUP_RUNTIME_DIR"
 CONTROL_SOCKET = "control.sock"
 EVENTS_SOCKET = "events.sock"
+READING_CONTROL_SOCKET = "control-ro.sock"
+READING_EVENTS_SOCKET = "events-ro.sock"
+"""For the members of ``node.group``; there only when the config names one."""
 NODE_RECORD = "node.json"
 PROCESSES = "processes.json"
 
@@ -27,6 +30,8 @@ MAX_SOCKET_PATH = 107
 """Bytes: sockaddr_un.sun_path has 108 with the final NUL (unix(7))."""
 
 MARKS = (CONTROL_SOCKET, NODE_RECORD, PROCESSES)
+SHARED = Path("/run/shadowsup")
+"""Where the nodes of root are. Other users may look for those that are shared with a group of theirs."""
 """A folder with one of these is, or was, a node's."""
 
 
@@ -52,7 +57,7 @@ def bases(environ: Mapping[str, str]) -> tuple[Base, ...]:
     """Return the folders to look in, in order; the first is where a new node of this user goes."""
     found = []
     if os.geteuid() == 0:
-        found.append(Base(Path("/run/shadowsup")))
+        found.append(Base(SHARED))
     xdg = environ.get("XDG_RUNTIME_DIR")
     if xdg and Path(xdg).is_absolute():
         found.append(Base(Path(xdg) / "shadowsup"))
@@ -93,7 +98,8 @@ def find(*, explicit: Path | None, environ: Mapping[str, str]) -> Found:
     if explicit is not None or environ.get(VARIABLE):
         return Found((explicit or Path(environ[VARIABLE])).absolute(), explicit=True)
     there: list[Path] = []
-    for base in bases(environ):
+    own = bases(environ)
+    for base in own if os.geteuid() == 0 else (*own, Base(SHARED)):
         if base.world and not _is_ours(base.path):
             continue  # anyone could have made it
         with contextlib.suppress(OSError):
@@ -115,15 +121,45 @@ def find(*, explicit: Path | None, environ: Mapping[str, str]) -> Found:
 
 def serving(path: Path) -> bool:
     """Tell whether a process listens on the control socket (also one that is stopped or hangs)."""
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    with probe:
+    try:
+        with connected(path):
+            return True
+    except BlockingIOError:
+        return True  # its queue is full: it does not accept, but it is there
+    except OSError:
+        return False
+
+
+def connected(path: Path) -> socket.socket:
+    """Return a socket that is connected to the control socket of ``path``, or to the one for reading where only that lets us in.
+
+    Raises:
+        OSError: BlockingIOError: its queue is full; PermissionError: neither lets us in; others: nobody listens.
+    """
+    try:
+        return _connected(path / CONTROL_SOCKET)
+    except PermissionError:
         try:
-            probe.connect(str(path / CONTROL_SOCKET))
-        except BlockingIOError:
-            return True  # its queue is full: it does not accept, but it is there
-        except OSError:
-            return False
-    return True
+            return _connected(path / READING_CONTROL_SOCKET)
+        except FileNotFoundError:
+            raise PermissionError(f"{path / CONTROL_SOCKET}: permission denied") from None
+
+
+def _connected(path: Path) -> socket.socket:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        probe.connect(str(path))
+    except BaseException:
+        probe.close()
+        raise
+    return probe
+
+
+def socket_names(path: Path) -> tuple[str, str]:
+    """Return the names of the control and the events socket that this user may open: the node's own, else those for reading."""
+    if not os.access(path / CONTROL_SOCKET, os.W_OK) and os.access(path / READING_CONTROL_SOCKET, os.W_OK):
+        return READING_CONTROL_SOCKET, READING_EVENTS_SOCKET
+    return CONTROL_SOCKET, EVENTS_SOCKET
 
 
 # --- making one -------------------------------------------------------------------------------------------------------------
@@ -149,8 +185,7 @@ def create(path: Path, *, group: int | None = None, longest_name: int = 32) -> P
             path.mkdir(mode=0o700)
         _check_own(path, group)
         if group is not None:
-            os.chown(path, -1, group)
-            path.chmod(0o750)
+            _share(path, group)
     except PermissionError as error:
         raise SupervisorError(
             f"{path}: no permission to make the runtime directory ({error.filename})", "name another with --runtime-dir"
@@ -158,6 +193,24 @@ def create(path: Path, *, group: int | None = None, longest_name: int = 32) -> P
     except OSError as error:
         raise SupervisorError(f"{path}: cannot make the runtime directory: {error.strerror}", "name another with --runtime-dir") from None
     return path
+
+
+def _share(path: Path, group: int) -> None:
+    try:
+        os.chown(path, -1, group)
+    except PermissionError:
+        raise SupervisorError(*not_of_group(group)) from None
+    path.chmod(0o750)
+    if path.parent == SHARED and path.parent.stat().st_uid == os.geteuid():
+        path.parent.chmod(0o711)  # to be walked through; what is in it stays closed
+
+
+def not_of_group(group: int) -> tuple[str, str]:
+    """Return what to say when a file cannot be given to a group: message and hint."""
+    import grp
+
+    name = grp.getgrgid(group).gr_name
+    return f"this user is not a member of node.group {name}", f"add it (usermod -aG {name} USER, then log in again), or name another group"
 
 
 def _check_length(path: Path, longest_name: int) -> None:

@@ -29,6 +29,7 @@ from shadowsup.memkeeper.protocol import MAX_FDS
 from shadowsup.supervisor import scribe_protocol as wire
 from shadowsup.supervisor.scribe_stream import Lines
 from shadowsup.supervisor.scribe_writer import STALL_S, Counter, Writer
+from shadowsup.wire import credentials
 
 READ_SIZE = 64 * 1024
 """Bytes read from one pipe before the next one has its turn: a pipe's default capacity."""
@@ -197,6 +198,11 @@ class Scribe:
         try:
             sock, _ = self._listener.accept()
         except OSError:
+            return
+        who = credentials.peer(sock)
+        if not who.ours:
+            print(f"scribe: refused a connection of uid {who.uid} (pid {who.pid})", file=sys.stderr)
+            sock.close()
             return
         channel = Channel(sock)
         self._channels.add(channel)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import time
 from pathlib import Path
+
+_SHARED = stat.S_ISGID | stat.S_IRGRP
+"""Of a folder: its group may read what is in it, and files that are made there are the group's (`paths.NodePaths.prepare`)."""
 
 
 def stamp(now_s: float) -> bytes:
@@ -97,6 +101,8 @@ class LogFile:
             self.close()
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if self.path.parent.stat().st_mode & _SHARED == _SHARED:
+            os.fchmod(self._fd, 0o640)  # not at the creation: the umask would take it away
         self._size = os.fstat(self._fd).st_size
         self._line_open = False
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from shadowsup.wire import framing
+from shadowsup.wire import credentials, framing
 from shadowsup.wire import link as wire
 from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import WorkerError
@@ -177,6 +177,11 @@ class LinkServer:
         try:
             connection, _ = self._listener.accept()
         except OSError:  # gone again, or no descriptor left: the gateway dials again
+            return
+        who = credentials.peer(connection)
+        if not who.ours:
+            self._log(f"refused a connection of uid {who.uid} (pid {who.pid})")
+            connection.close()
             return
         connection.setblocking(False)
         with self._lock:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from shadowsup.wire import framing
+from shadowsup.wire import credentials, framing
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec
 from shadowsup.wire.nursery import Child, Clone, Exited, Fork, Forked, ForkRefused, Quit, Ready
@@ -162,6 +162,11 @@ class Nursery:
         try:
             sock, _ = self._listener.accept()
         except OSError:  # gone again, or no descriptor left: it dials again
+            return
+        who = credentials.peer(sock)
+        if not who.ours:
+            print(f"nursery: refused a connection of uid {who.uid} (pid {who.pid})", file=sys.stderr)
+            sock.close()
             return
         self._hang_up()
         self._connection = _Connection(sock)

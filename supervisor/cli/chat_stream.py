@@ -17,7 +17,7 @@ import click
 from shadowsup.supervisor.cli.gateway_address import Address
 from shadowsup.supervisor.cli.output import dim, plural
 from shadowsup.supervisor.errors import SupervisorError
-from shadowsup.supervisor.runtime_dir import EVENTS_SOCKET
+from shadowsup.supervisor.runtime_dir import socket_names
 
 if TYPE_CHECKING:
     import aiohttp
@@ -202,7 +202,7 @@ async def _watch(runtime_dir: Path, worker: str, mark: Callable[[str], None]) ->
     try:
         subscriber.setsockopt(zmq.LINGER, 0)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"event")
-        subscriber.connect(f"ipc://{runtime_dir / EVENTS_SOCKET}")
+        subscriber.connect(f"ipc://{runtime_dir / socket_names(runtime_dir)[1]}")
         while True:
             event = json.loads((await subscriber.recv_multipart())[-1])
             if event.get("worker") != worker or event.get("event") != "engine.state":

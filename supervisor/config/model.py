@@ -7,6 +7,7 @@ What one field alone can tell is checked here; what needs two fields or the mach
 from __future__ import annotations
 
 import enum
+import grp
 import re
 from pathlib import Path
 from signal import Signals
@@ -94,7 +95,12 @@ class NodeSection(Section):
     runtime_dir: FilePath | None = None
     """Sockets and process records. null: /run/shadowsup/NAME (root), $XDG_RUNTIME_DIR/shadowsup/NAME, or /tmp/shadowsup-UID/NAME."""
     group: Text | None = None
-    """A Unix group whose members may use the reading verbs (status, memory, events, …)."""
+    """A Unix group whose members may use the reading verbs (status, memory, events, logs, …). The node's user must be one of them."""
+
+    @property
+    def gid(self) -> int | None:
+        """The number of `group`. Raises KeyError: there is none of this name; the check of the whole config says so before."""
+        return None if self.group is None else grp.getgrnam(self.group).gr_gid
 
     @model_validator(mode="before")
     @classmethod

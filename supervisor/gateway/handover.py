@@ -10,12 +10,11 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-_UCRED = struct.Struct("3i")
-"""``struct ucred``: pid, uid, gid."""
+from shadowsup.wire import credentials
+
 _MOST = 64
 """Listening sockets at most: one for each address of a host name."""
 
@@ -56,9 +55,9 @@ class Handover:
         with contextlib.suppress(OSError):  # gone again, or it does not read: it falls back on binding anew
             peer, _ = self._listener.accept()
             with peer:
-                _, uid, _ = _UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-                if uid not in (os.geteuid(), 0):
-                    log.warning("refused the listening sockets to uid %d", uid)
+                who = credentials.peer(peer)
+                if not who.ours:
+                    log.warning("refused the listening sockets to uid %d", who.uid)
                     return
                 peer.setblocking(False)
                 socket.send_fds(peer, [b"s"], [sock.fileno() for sock in self._sockets])
