@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from shadowsup.supervisor.beats import BeatRouter
 from shadowsup.supervisor.engine_process import EngineProcess, Host
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.examine import look
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import NurseryPart
 from shadowsup.supervisor.policy import messages as m
@@ -121,9 +122,10 @@ class WorkerOwner:
         return True
 
     def gpu_used(self, uuid: str, util: float | None) -> None:
-        """Take a GPU's utilisation: no event of its own, it is looked at when something else is judged."""
-        if isinstance(self.policy, WorkerPolicy):
-            self.policy.loads.note(uuid, util, time.monotonic())
+        """Take a GPU's utilisation. It is looked at when something else is judged; an event is only that there is no work any more."""
+        policy = self.policy
+        if isinstance(policy, WorkerPolicy) and policy.loads.note(uuid, util, time.monotonic()) and uuid in policy.settings.gpus:
+            self.put(m.Tick())
 
     def wish(self, event: m.WorkerEvent) -> None:
         """Take an operator's wish.
@@ -178,7 +180,14 @@ class WorkerOwner:
 
     def _tick(self) -> None:
         due_s, self._timer_s, self._timer = self._timer_s, float("inf"), None
-        self._node.beats.drain()  # no verdict on silence while something lies unread
+        if isinstance(self.policy, WorkerPolicy):
+            if self.policy.postponed(now_s := time.monotonic()):
+                self._set_timer()
+                return
+            self._node.beats.drain()  # no verdict on silence while something lies unread
+            if self.policy.postponed(now_s):
+                self._set_timer()
+                return
         self.put(m.Tick(late_s=max(0.0, time.monotonic() - due_s)))
 
     # --- actions ----------------------------------------------------------------------------------------------------------------
@@ -216,6 +225,10 @@ class WorkerOwner:
             case m.Signal(engine=engine, signal=number):
                 if engine in self.engines:
                     self.engines[engine].signal(number)
+            case m.Examine(engine=engine):
+                record = self.policy.engines.get(engine)
+                pid = record.pid if record is not None else None
+                self.put(m.Examined(engine, look(pid) if pid is not None else None))
             case m.KillTree(engine=engine):
                 if engine in self.engines:
                     record = self.policy.engines.get(engine)

@@ -95,6 +95,11 @@ class Served(Protocol):
 
     def kv_counts(self) -> KvCounts | None: ...
 
+    # May have, too:
+    #   upcoming: int        tokens that the next step computes at most; how long it may take is judged by it
+    #   canary(request)      a request of the runtime's own, in place of `submit`
+    #   account()            what it does and what memory is for what, for the report of a failure: a dict of JSON
+
 
 class Engine(Served, Protocol):
     """One engine adapter."""

@@ -33,7 +33,7 @@ _KEPT_REPORTS = 256
 _UNSURE_S = 1.0
 """A report that was sent less than this before a connection broke may have been lost with it, and is sent once more."""
 
-EngineReport = wire.Promoted | wire.FirstToken | wire.Fenced | wire.Failed
+EngineReport = wire.Promoted | wire.FirstToken | wire.Fenced | wire.Canaried | wire.Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,18 @@ class Vitals:
     detail: str = ""
     kv_set: str = ""
     fenced: bool = True
+    since_s: float = 0.0
+    step_tokens: int = 0
+    stalled_since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A wait for a step that has ended: seconds, and the step's phase and tokens."""
+
+    seconds: float
+    phase: Phase
+    tokens: int
 
 
 class Heart:
@@ -79,6 +91,7 @@ class Heart:
         self._on_order = on_order
         self._log = log
         self._bell = Doorbell()
+        self._longest: Gap | None = None
         self._reports: deque[EngineReport] = deque(maxlen=_KEPT_REPORTS)
         self._sent: deque[tuple[float, EngineReport]] = deque(maxlen=_KEPT_REPORTS)
         self._ordered = 0
@@ -99,6 +112,12 @@ class Heart:
         before, self._vitals = self._vitals, vitals
         if before.state is not vitals.state or before.epoch != vitals.epoch:
             self._bell.ring()
+
+    def step_ended(self, gap: Gap) -> None:
+        """The next beat tells of the longest of these; one that ends in the very instant of a beat may be left out."""
+        longest = self._longest
+        if longest is None or gap.seconds > longest.seconds:
+            self._longest = gap
 
     def report(self, report: EngineReport) -> None:
         """Send ``report``, behind a beat with the present state. Kept while the supervisor is away."""
@@ -172,7 +191,7 @@ class Heart:
 
     def _beat(self, socket: zmq.Socket[bytes]) -> bool:
         """Send a beat and the reports that wait. Returns whether there was somebody to send to."""
-        v = self._vitals
+        v, gap = self._vitals, self._longest
         beat = Beat(
             engine=self._engine,
             pid=os.getpid(),
@@ -190,9 +209,17 @@ class Heart:
             ordered=self._ordered,
             kv_set=v.kv_set,
             fenced=v.fenced,
+            since_s=v.since_s,
+            step_tokens=v.step_tokens,
+            stalled_since_s=v.stalled_since_s,
+            gap_s=gap.seconds if gap is not None else 0.0,
+            gap_phase=gap.phase if gap is not None else Phase.IDLE,
+            gap_tokens=gap.tokens if gap is not None else 0,
         )
         try:
             socket.send(wire.encode(beat), zmq.NOBLOCK)
+            if self._longest is gap:
+                self._longest = None
             while self._reports:
                 socket.send(wire.encode(self._reports[0]), zmq.NOBLOCK)
                 self._sent.append((time.monotonic(), self._reports.popleft()))

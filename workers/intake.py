@@ -63,6 +63,12 @@ class Intake:
         """Whether there is something to take or a step boundary to pass."""
         return bool(self._inbox or self._leaving or self._again)
 
+    def weight(self) -> int:
+        """Return at most how many tokens the requests that lie here to be taken have; 0: there are none."""
+        if not self._inbox:
+            return 0
+        return sum(_weight(message) for messages in list(self._inbox) for message in messages if isinstance(message, Submit))
+
     def begin(self) -> None:
         """A new epoch: nothing has been resumed in it."""
         self.resumed = 0
@@ -150,3 +156,12 @@ class Intake:
         self._finished[rid] = None
         if len(self._finished) > _REMEMBERED:
             del self._finished[next(iter(self._finished))]
+
+
+def _weight(request: Submit) -> int:
+    """A character is at most a token or so; what a template adds is small."""
+    if request.replay is not None:
+        return len(request.replay.prompt_ids) + len(request.replay.output_ids)
+    if request.messages is not None:
+        return sum(len(str(message.get("content", ""))) + 16 for message in request.messages)
+    return len(request.prompt or request.prompt_ids or ()) + 1

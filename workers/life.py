@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.client import KeeperClient
 from shadowsup.wire.engine import (
+    Canaried,
+    Canary,
     Drain,
     EngineSpec,
     EngineState,
@@ -35,13 +37,13 @@ from shadowsup.wire.engine import (
     Release,
     Stop,
 )
-from shadowsup.wire.link import Accepted, Hello, Rejected, Token
-from shadowsup.workers import kept_kv, process, tether
+from shadowsup.wire.link import Accepted, Hello, Rejected, Sampling, Submit, Token
+from shadowsup.workers import compiling, kept_kv, process, tether
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import ExitCode, exit_code
-from shadowsup.workers.heartbeat import Heart, Vitals
+from shadowsup.workers.heartbeat import Gap, Heart, Vitals
 from shadowsup.workers.intake import Intake
 from shadowsup.workers.kv_watch import KvWatch
 from shadowsup.workers.leaving import Leave, Leaving
@@ -114,6 +116,8 @@ class Life:
         self._link: LinkServer
         self._first_token_sent = False
         self._kv_counted_s = 0.0
+        self._canary: Canary | None = None
+        self._before_compiling: tuple[Phase, float] | None = None
 
     # --- coming up -------------------------------------------------------------------------------------------------------------
 
@@ -208,6 +212,7 @@ class Life:
                 self._refuse(self._intake.take(EngineState.PARKED, 0))
                 self._engine.follow(self._kv.reader)
         self.stage = "step"
+        compiling.tell(self._compiling)
         return self.writer
 
     # --- serving ---------------------------------------------------------------------------------------------------------------
@@ -221,21 +226,29 @@ class Life:
         writer, engine = self.writer, self._engine
         assert writer is not None
         self._bell.clear()  # before the inbox is looked at: what comes later rings again
+        if waiting := self._intake.weight():
+            self._awaiting(Phase.PREFILL, waiting, queued=engine.queued + 1)  # taking it in is work, too: a tokenizer may be slow, or hang
         self._refuse(self._intake.take(self._heart.vitals.state, writer.epoch))
         writer.check()
         if engine.inflight or engine.queued or self._intake.waiting:
             return True
-        self._vitals(phase=Phase.IDLE)
+        self._vitals(phase=Phase.IDLE, since_s=0.0, step_tokens=0, stalled_since_s=0.0)
         if not self._orders:
             self._bell.wait(wait_s)
         return False
 
-    def stepping(self, phase: Phase) -> None:
-        """A step begins."""
-        self._vitals(phase=Phase.PREFILL if phase is Phase.IDLE else phase)
+    def stepping(self, phase: Phase, tokens: int = 0) -> None:
+        """A step begins. ``tokens``: at most so many it will compute, 0: not known."""
+        compiling.watch_torch()
+        self._awaiting(Phase.PREFILL if phase is Phase.IDLE else phase, tokens, queued=self._engine.queued)
 
-    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase) -> None:
-        """A step has ended: send ``events`` as one frame. ``phase``: what the next one will do.
+    def _awaiting(self, phase: Phase, tokens: int, *, queued: int) -> None:
+        before = self._heart.vitals
+        since_s = before.since_s or time.monotonic()
+        self._heart.update(replace(before, phase=phase, inflight=self._engine.inflight, queued=queued, since_s=since_s, step_tokens=tokens))
+
+    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase, *, progressed: bool = True) -> None:
+        """A step has ended: send ``events`` as one frame. ``phase``: what the next one will do. ``progressed``: it did something.
 
         Raises:
             LedgerLost: another engine owns the ledger; nothing was sent.
@@ -251,13 +264,40 @@ class Life:
             self._heart.report(
                 FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=time.monotonic(), resumed=self._intake.resumed)
             )
-        before = self._heart.vitals
-        self._vitals(phase=phase, step=before.step + 1, last_step_s=time.monotonic(), tokens_total=before.tokens_total + tokens)
+        before, now = self._heart.vitals, time.monotonic()
+        stalled_s = 0.0
+        if progressed:
+            self._heart.step_ended(Gap(now - (before.since_s or now), before.phase, before.step_tokens))
+            if self._canary is not None:
+                self._heart.report(Canaried(engine=self.spec.engine, number=self._canary.number))
+                self._canary = None
+        else:
+            stalled_s = before.stalled_since_s or now
+        self._vitals(
+            phase=phase,
+            step=before.step + 1,
+            last_step_s=now,
+            tokens_total=before.tokens_total + tokens,
+            since_s=now,
+            step_tokens=0,
+            stalled_since_s=stalled_s,
+        )
 
     def stalled(self) -> None:
         """The step could do nothing: wait a little for what it waits for."""
         if not self._intake.waiting and not self._orders:
             self._bell.wait(STALLED_S)
+
+    def _compiling(self, what: str) -> None:
+        """Something is being compiled; empty: not any more. It is no part of the step's time."""
+        vitals = self._heart.vitals
+        if what:
+            self._before_compiling = (vitals.phase, time.monotonic())
+            self._heart.update(replace(vitals, phase=Phase.WARMING, detail=f"compiling {what}"))
+        elif self._before_compiling is not None:
+            (phase, began_s), self._before_compiling = self._before_compiling, None
+            since_s = vitals.since_s + time.monotonic() - began_s if vitals.since_s else 0.0
+            self._heart.update(replace(vitals, phase=phase, detail="", since_s=since_s))
 
     def _refuse(self, rejected: Sequence[Rejected]) -> None:
         if rejected:
@@ -289,6 +329,8 @@ class Life:
                 self._promote(order)
             elif isinstance(order, Fence):
                 self._fence(order)
+            elif isinstance(order, Canary):
+                self._take_canary(order)
             elif isinstance(order, Drain):
                 self._drain()
             elif isinstance(order, Release | Stop):
@@ -345,6 +387,18 @@ class Life:
         reserve = self._engine.fence()
         self._heart.report(Fenced(engine=self.spec.engine, epoch=order.epoch, reserve=reserve))
         self._vitals(phase=self._heart.vitals.phase, recount=True, fenced=True)
+
+    def _take_canary(self, order: Canary) -> None:
+        """See to it that a step computes something, of a request of our own if there is no other."""
+        if self.writer is None:
+            log.info("a canary is for an engine that serves, ignored")
+            return
+        self._canary = order
+        one = Submit(
+            rid=f"canary {order.number}", epoch=self.writer.epoch, prompt_ids=(0,), sampling=Sampling(max_tokens=1, temperature=0.0, seed=0)
+        )
+        # Nobody has asked for its answer: `Intake.passing` lets none through.
+        getattr(self._engine, "canary", self._engine.submit)(one)
 
     def _drain(self) -> None:
         if self.writer is None:

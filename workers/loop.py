@@ -305,14 +305,14 @@ class Loop:
             life.obey()
             if not life.arrivals():
                 continue
-            life.stepping(serving.phase)
+            life.stepping(serving.phase, serving.upcoming)
             batch = serving.next()
             if batch is not None:
                 yield batch
                 if not batch.finished:
                     raise WorkerError("a step was not finished", "call batch.finish(tokens) before the next step", fatal=True)
             events = serving.events()
-            life.stepped(events, serving.phase)
+            life.stepped(events, serving.phase, progressed=batch is not None or bool(events))
             if batch is None and not events:
                 life.stalled()
 

@@ -78,10 +78,10 @@ class ByHand:
             self._engine.submit(Submit(rid=str(next(self._numbers)), epoch=1, prompt=line.rstrip("\n"), sampling=sampling))
         return True
 
-    def stepping(self, phase: Phase) -> None:
+    def stepping(self, phase: Phase, tokens: int = 0) -> None:
         pass
 
-    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase) -> None:
+    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase, *, progressed: bool = True) -> None:
         """Print the answers."""
         for event in events:
             if isinstance(event, Token):

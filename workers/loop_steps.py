@@ -183,6 +183,11 @@ class Serving:
         return self._scheduler.phase
 
     @property
+    def upcoming(self) -> int:
+        """Tokens of the next step, at most."""
+        return self._scheduler.upcoming
+
+    @property
     def inflight(self) -> int:
         return self._scheduler.inflight
 

@@ -72,8 +72,8 @@ class EngineProcess:
 
     def _step(self, engine: Engine) -> None:
         life = self._life
-        life.stepping(engine.phase)
+        life.stepping(engine.phase, getattr(engine, "upcoming", 0))
         result = engine.step()
-        life.stepped(result.events, engine.phase)
+        life.stepped(result.events, engine.phase, progressed=result.progressed)
         if not result.progressed:
             life.stalled()

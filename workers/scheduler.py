@@ -68,6 +68,12 @@ class Scheduler:
             return Phase.PREFILL
         return Phase.DECODE if self._running else Phase.IDLE
 
+    @property
+    def upcoming(self) -> int:
+        """Tokens that the next step computes at most: what is kept of prompts that wait is not known yet."""
+        wanted = sum(request.pending for request in self._running) + sum(request.total for request in self._waiting)
+        return min(wanted, self._limits.max_batch_tokens)
+
     def add(self, request: Request) -> None:
         """Queue ``request``. One that is complete already (replayed to its end) only gets its last events."""
         text = request.read(request.output) if request.output else ""

@@ -10,7 +10,7 @@ two runs that agree have agreed on every byte.
 * ``step_s``: seconds that a step takes at least. ``load_s``, ``warm_s``: likewise.
 * ``context`` (4096), ``max_batch`` (64), ``max_batch_tokens`` (2048), ``token_bytes`` (64 of KV a token), ``weights_bytes`` (64 KiB).
 * ``eos_in``: one token in so many ends the sequence (0: none does). ``unicode``: emit two-byte characters as well.
-* ``wedge``: path of a file; while it exists, a step does not return.
+* ``wedge``: path of a file; while it exists, a step does not return; ``wedge_seqs``: only in engines with these K of ``NAME.K``.
 * ``fail``: ``load | warm | promote | step``: raise there; ``fail_seqs``: only in engines with these K of ``NAME.K``; ``fatal``: fatally.
 """
 
@@ -84,7 +84,8 @@ class FakeEngine:
         self._token_bytes = int(args.get("token_bytes", 64))
         self._eos_in = int(args.get("eos_in", 0))
         self._unicode = bool(args.get("unicode", False))
-        self._wedge = Path(str(args["wedge"])) if "wedge" in args else None
+        wedges = "wedge" in args and spec.seq in args.get("wedge_seqs", (spec.seq,))
+        self._wedge = Path(str(args["wedge"])) if wedges else None
         self._args = args
         progress("loading fake weights")
         time.sleep(float(args.get("load_s", 0.0)))
@@ -213,6 +214,11 @@ class FakeEngine:
     @property
     def queued(self) -> int:
         return len(self._rejected) + (self._scheduler.queued if self._scheduler is not None else 0)
+
+    @property
+    def upcoming(self) -> int:
+        """Tokens of the next step, at most."""
+        return self._scheduler.upcoming if self._scheduler is not None else 0
 
     def kv_counts(self) -> KvCounts | None:
         return self._scheduler.pool.counts() if self._scheduler is not None else None

@@ -38,7 +38,10 @@ class Role(str, enum.Enum):
 
 
 class Phase(str, enum.Enum):
-    """What the step loop says it is doing; hang detection judges progress by it."""
+    """What the step loop says it is doing; hang detection judges progress by it.
+
+    An active engine that compiles something says ``warming`` for as long as that takes.
+    """
 
     LOADING = "loading"
     WARMING = "warming"
@@ -131,6 +134,17 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """Id of the KV set it holds; empty while it holds none."""
     fenced: bool = True
     """False: it owns the ledger and uses reserve blocks only, until `Fence` comes."""
+    since_s: float = 0.0
+    """Since when the step under way is waited for: the end of the one before, or when there was something to do again. 0.0: nothing is."""
+    step_tokens: int = 0
+    """At most so many tokens are computed by the step under way; 0: not known."""
+    gap_s: float = 0.0
+    """The longest such wait that has ended since the beat before; 0.0: none has."""
+    gap_phase: Phase = Phase.IDLE
+    gap_tokens: int = 0
+    """Phase and tokens of that step."""
+    stalled_since_s: float = 0.0
+    """Since when steps do nothing though there are requests (they wait for blocks, for the fence); 0.0: they do."""
 
 
 class Promoted(msgspec.Struct, frozen=True, kw_only=True, tag="promoted"):
@@ -160,6 +174,13 @@ class Fenced(msgspec.Struct, frozen=True, kw_only=True, tag="fenced"):
     engine: str
     epoch: int
     reserve: int
+
+
+class Canaried(msgspec.Struct, frozen=True, kw_only=True, tag="canaried"):
+    """Answer to the order `Canary`: a step that computed something has ended after the order was taken."""
+
+    engine: str
+    number: int
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -192,7 +213,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, kw_only=True, tag="gateway_beat")
     """Of the routing table in force; a beat comes at once when it changes. 0: none yet."""
 
 
-Report = Beat | Promoted | FirstToken | Fenced | Failed | GatewayBeat | SensorBeat
+Report = Beat | Promoted | FirstToken | Fenced | Canaried | Failed | GatewayBeat | SensorBeat
 """Everything that arrives at the supervisor's ROUTER."""
 
 
@@ -211,6 +232,12 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True, tag="fence"):
     """Every process of every earlier epoch is gone."""
 
     epoch: int
+
+
+class Canary(msgspec.Struct, frozen=True, kw_only=True, tag="canary"):
+    """Compute one token of a request of your own, and say so: does the step loop turn, and does anything come out of it?"""
+
+    number: int
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
@@ -269,7 +296,7 @@ class NodeFigures(msgspec.Struct, frozen=True, kw_only=True, tag="figures"):
     data: bytes
 
 
-Order = Promote | Fence | Drain | Release | Stop | Routes | DrainGateway | NodeFigures
+Order = Promote | Fence | Canary | Drain | Release | Stop | Routes | DrainGateway | NodeFigures
 """Everything the supervisor sends from its ROUTER."""
 
 

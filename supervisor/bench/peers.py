@@ -58,6 +58,10 @@ class Peer:
                     queued=0,
                     last_step_s=now_s if active else 0.0,
                     tokens_total=8 * self._step,
+                    since_s=now_s - 0.01 if active else 0.0,
+                    gap_s=0.01 + 0.001 * (self._step % 7) if active else 0.0,
+                    gap_phase=Phase.DECODE if active else Phase.IDLE,
+                    gap_tokens=8 * active,
                     kv=KvCounts(blocks=4096, valid=self._step % 4096, free=0, quarantined=0, reserve=32),
                 )
             )

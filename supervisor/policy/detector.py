@@ -1,25 +1,155 @@
-"""Is this engine making progress? Verdicts from heartbeats alone; no I/O, no clock of its own.
+"""Is this engine making progress? Judged from heartbeats alone; no I/O, no clock of its own.
 
 Liveness is progress of the step loop in the phase that the engine declares (P20), never an HTTP answer: an engine that loads, compiles or
 is idle makes no steps and is well; one that says ``decode`` and finishes none is not.
+
+How long is too long follows from what was seen: a window of the gaps between steps (for prefill, of seconds a token) and of those between
+beats, taken as normally distributed, and the gap that is exceeded once in 10⁸, as in the φ accrual failure detector (Hayashibara et al.,
+SRDS 2004, φ = 8). Its bounds are the config's floor and ceiling. What is found here is a suspicion; `suspicion` says what decides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass, field
 
-from shadowsup.wire.engine import Beat, Phase
+from shadowsup.wire.engine import Beat, EngineState, Phase
+
+_Z = 5.61
+"""Standard deviations at φ = 8: a normal variable lies above with a probability of 10⁻⁸."""
+_TAIL = 1.5
+"""Steps are no normal variable. A gap of this many times the longest one in the window is believed, too."""
+_WINDOW = 128
+"""Gaps in a window; one a beat, so some 25 s of work."""
+_MIN_SAMPLES = 5
+_LEAST_TOKENS = 16
+"""A prefill of fewer tokens takes as long as one of so many."""
+_FRESH = 10.0
+"""Floors that a step may take while no gaps are known: threads start, pages are touched for the first time."""
+_IDLE, _PARKED = 3.0, 5.0
+"""Floors of silence from an engine that is idle or parked: nobody waits for it yet."""
+LOADING_SILENCE_S = 60.0
+"""What loads or compiles holds the GIL for as long as it likes, and then no thread of Python's can beat. Beyond its own bound, the
+start-up timeout, only silence for this long (or twice the ceiling) is a sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HangLimits:
-    """Seconds. ``ceiling_s``: the longest silence that is believed; ``floor_s``: the shortest that may be judged."""
+    """Seconds. ``floor_s``: no verdict before; ``ceiling_s``: the verdict at the latest, while there is something to do."""
 
     floor_s: float = 0.8
     ceiling_s: float = 30.0
 
+    def clamp(self, bound_s: float, floors: float = 1.0) -> float:
+        return min(max(bound_s, floors * self.floor_s), self.ceiling_s)
 
-@dataclass(kw_only=True)
+    @property
+    def loading_s(self) -> float:
+        return max(LOADING_SILENCE_S, 2 * self.ceiling_s)
+
+
+class Gaps:
+    """A window of observed gaps, in seconds (or seconds a token)."""
+
+    __slots__ = ("_squares", "_sum", "_values")
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque()
+        self._sum = 0.0
+        self._squares = 0.0
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        self._sum += value
+        self._squares += value * value
+        if len(self._values) > _WINDOW:
+            old = self._values.popleft()
+            self._sum -= old
+            self._squares -= old * old
+
+    def bound(self) -> float | None:
+        """Return the longest gap that is still plausible; None while too few are known."""
+        count = len(self._values)
+        if count < _MIN_SAMPLES:
+            return None
+        mean = self._sum / count
+        deviation = math.sqrt(max(0.0, self._squares / count - mean * mean))
+        # A window of gaps that are all alike would make the next one that is a little longer impossible.
+        return max(mean + _Z * max(deviation, 0.25 * mean), _TAIL * max(self._values))
+
+
+@dataclass(slots=True)
+class History:
+    """What is known of a worker's steps, whichever of its engines made them: a successor is judged by what its predecessor showed."""
+
+    decode: Gaps = field(default_factory=Gaps)
+    prefill: Gaps = field(default_factory=Gaps)
+    """Seconds a token."""
+    beats: Gaps = field(default_factory=Gaps)
+    """Between two beats of an engine that has work."""
+
+    def note(self, beat: Beat, before: Beat | None) -> None:
+        """Take what a beat adds."""
+        if beat.gap_s > 0.0:
+            if beat.gap_phase is Phase.DECODE:
+                self.decode.add(beat.gap_s)
+            elif beat.gap_phase is Phase.PREFILL:
+                self.prefill.add(beat.gap_s / max(beat.gap_tokens, _LEAST_TOKENS))
+        if before is not None and works(before) and works(beat):
+            self.beats.add(beat.sent_s - before.sent_s)
+
+    def step_bound_s(self, beat: Beat, limits: HangLimits, util: float | None) -> float:
+        """Return how long the step under way may take. ``util``: of the busiest GPU, 0.0 to 1.0; None: not known."""
+        if beat.phase in _COMPILING:
+            return limits.loading_s
+        decode_s = self.decode.bound()
+        if decode_s is None:
+            decode_s = _FRESH * limits.floor_s
+        if beat.phase is Phase.PREFILL:
+            a_token_s = self.prefill.bound()
+            if a_token_s is None or not beat.step_tokens:
+                return limits.ceiling_s
+            decode_s += a_token_s * max(beat.step_tokens, _LEAST_TOKENS)
+        # A device that computes is more likely slow than stuck: up to twice the time.
+        return limits.clamp(max(decode_s, limits.floor_s) * (1.0 + (util or 0.0)))
+
+    def silence_bound_s(self, beat: Beat, limits: HangLimits, *, hurry: bool = False) -> float:
+        """Return how long no beat need have come. ``hurry``: it was ordered to serve, whatever it last said that it was."""
+        if hurry:
+            return limits.clamp(self.beats.bound() or 0.0)
+        if beat.state in _STARTING or beat.phase in _COMPILING:
+            return limits.loading_s
+        if works(beat):
+            return limits.clamp(self.beats.bound() or 0.0)
+        return limits.clamp(0.0, _PARKED if beat.state is EngineState.PARKED else _IDLE)
+
+
+class Kind(enum.Enum):
+    """SILENT: no beat comes. STUCK: beats come, and all of them tell of the same step."""
+
+    SILENT = "silent"
+    STUCK = "stuck"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What looks wrong: for ``for_s`` seconds, where ``bound_s`` would have been plausible."""
+
+    kind: Kind
+    for_s: float
+    bound_s: float
+
+    def text(self, beat: Beat) -> str:
+        """Say it for people."""
+        if self.kind is Kind.SILENT:
+            return f"hang: no heartbeat for {self.for_s:.2f} s in phase {beat.phase.value} ({self.bound_s:.2f} s are plausible)"
+        work = f"{beat.inflight + beat.queued} requests in flight"
+        return f"hang: no step finished for {self.for_s:.2f} s in phase {beat.phase.value} with {work} ({self.bound_s:.2f} s are plausible)"
+
+
+@dataclass(kw_only=True, slots=True)
 class Vitals:
     """The last signs of life of one engine. Times are monotonic seconds; 0.0 = never."""
 
@@ -27,45 +157,57 @@ class Vitals:
     seen_s: float = 0.0
     """When the last beat arrived."""
     progress_s: float = 0.0
-    """When steps last advanced, or when the engine last had nothing to do."""
+    """When a step last ended, or when the engine last had nothing to do."""
 
     def note(self, beat: Beat, now_s: float) -> None:
         """Take a beat. Cheap: it is called for each beat of each engine."""
         last = self.beat
-        busy = beat.phase in (Phase.PREFILL, Phase.DECODE) and beat.inflight > 0
-        if last is None or not busy or beat.step != last.step or last.phase is not beat.phase:
+        if not works(beat):
             self.progress_s = now_s
+        elif beat.since_s:
+            self.progress_s = min(beat.since_s, now_s)
+        elif last is None or not works(last) or beat.step != last.step or last.phase is not beat.phase:
+            self.progress_s = min(beat.sent_s, now_s)  # an engine that does not say since when
         self.beat = beat
         self.seen_s = now_s
 
     def last_sign_s(self) -> float:
         """Return when the engine last showed life, by its own clock (the same clock); 0.0 = never."""
-        return self.beat.sent_s if self.beat is not None else 0.0
+        return min(self.beat.sent_s, self.seen_s) if self.beat is not None else 0.0
 
+    def due_s(self, history: History, limits: HangLimits, util: float | None, early_s: float, *, hurry: bool = False) -> float:
+        """Return when `find` may first find something if nothing more is heard; ``inf`` before the first beat."""
+        beat = self.beat
+        if beat is None:
+            return math.inf
+        due_s = self.last_sign_s() + history.silence_bound_s(beat, limits, hurry=hurry) - early_s
+        if works(beat):
+            due_s = min(due_s, self.progress_s + history.step_bound_s(beat, limits, util) - early_s)
+        return due_s
 
-def due_s(vitals: Vitals, limits: HangLimits) -> float | None:
-    """Return when `judge` may first find a hang if nothing more is heard; None before the first beat."""
-    if vitals.beat is None:
+    def find(
+        self, history: History, limits: HangLimits, util: float | None, now_s: float, early_s: float, *, hurry: bool = False
+    ) -> Finding | None:
+        """Return what is wrong, ``early_s`` seconds before that is certain; None: nothing, or there was no beat yet."""
+        beat = self.beat
+        if beat is None:
+            return None
+        sign_s, bound_s = self.last_sign_s(), history.silence_bound_s(beat, limits, hurry=hurry)
+        if now_s >= sign_s + bound_s - early_s:  # the sums of `due_s`: at the instant it names there is something to find
+            return Finding(Kind.SILENT, now_s - sign_s, bound_s)
+        if works(beat):
+            bound_s = history.step_bound_s(beat, limits, util)
+            if now_s >= self.progress_s + bound_s - early_s:
+                return Finding(Kind.STUCK, now_s - self.progress_s, bound_s)
         return None
-    due = vitals.seen_s + limits.ceiling_s
-    if _busy(vitals.beat):
-        due = min(due, vitals.progress_s + limits.ceiling_s)
-    return due
 
 
-def judge(vitals: Vitals, limits: HangLimits, now_s: float) -> str | None:
-    """Return what is wrong, for people, or None. Before the first beat only the start-up timeout judges."""
-    beat = vitals.beat
-    if beat is None:
-        return None
-    silent_s = now_s - vitals.seen_s
-    if silent_s >= limits.ceiling_s:
-        return f"hang: no heartbeat for {silent_s:.1f} s"
-    stuck_s = now_s - vitals.progress_s
-    if _busy(beat) and stuck_s >= limits.ceiling_s:
-        return f"hang: no step finished for {stuck_s:.1f} s in phase {beat.phase.value} with {beat.inflight} requests in flight"
-    return None
+def works(beat: Beat) -> bool:
+    """Say whether an engine that serves has something to do."""
+    return beat.inflight + beat.queued > 0 and beat.phase in _WORKING and beat.state in _SERVING
 
 
-def _busy(beat: Beat) -> bool:
-    return beat.phase in (Phase.PREFILL, Phase.DECODE) and beat.inflight > 0
+_WORKING = (Phase.PREFILL, Phase.DECODE, Phase.WARMING)
+_COMPILING = (Phase.LOADING, Phase.WARMING)
+_STARTING = (EngineState.SPAWNING, EngineState.LOADING, EngineState.WARMING)
+_SERVING = (EngineState.ACTIVE, EngineState.DRAINING)

@@ -22,11 +22,11 @@ class GpuLoads:
     def __init__(self) -> None:
         self._loads: dict[str, _Load] = {}
 
-    def note(self, uuid: str, util: float | None, now_s: float) -> None:
-        """Take a reading, 0.0 to 1.0; None: the sensor does not know."""
+    def note(self, uuid: str, util: float | None, now_s: float) -> bool:
+        """Take a reading, 0.0 to 1.0; None: the sensor does not know. Returns whether the device has just run out of work."""
         if util is None:
             self._loads.pop(uuid, None)
-            return
+            return False
         before = self._loads.get(uuid)
         since_s = None
         if util <= 0.0:
@@ -34,6 +34,7 @@ class GpuLoads:
             unbroken = before is not None and before.zero_since_s is not None and now_s - before.at_s <= STALE_S
             since_s = before.zero_since_s if before is not None and unbroken else now_s
         self._loads[uuid] = _Load(util, now_s, since_s)
+        return since_s == now_s
 
     def util(self, uuids: Iterable[str], now_s: float) -> float | None:
         """Return the highest utilisation of ``uuids``; None when it is not known of one of them, or there are none."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shadowsup.supervisor.policy.model import Desired, How, NurseryState, WorkerSettings
+from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.protocol import Recovery
-from shadowsup.wire.engine import Beat, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
+from shadowsup.wire.engine import Beat, Canaried, Canary, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
 
 # --- events: what happened ------------------------------------------------------------------------------------------------------
 
@@ -44,7 +45,7 @@ class Beaten:
 
 @dataclass(frozen=True)
 class Reported:
-    report: Promoted | FirstToken | Fenced | Failed
+    report: Promoted | FirstToken | Fenced | Canaried | Failed
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,14 @@ class Gone:
     engine: str
     status: int | None = None
     output: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Answer to `Examine`; None: there is no such process, or it cannot be looked at."""
+
+    engine: str
+    look: Look | None
 
 
 @dataclass(frozen=True)
@@ -265,6 +274,7 @@ WorkerEvent = (
     | Died
     | Frozen
     | Gone
+    | Examined
     | NurseryChanged
     | GpusQuarantined
     | GpusReleased
@@ -301,7 +311,14 @@ class Spawn:
 @dataclass(frozen=True)
 class Send:
     engine: str
-    order: Promote | Fence | Drain | Release | Stop
+    order: Promote | Fence | Canary | Drain | Release | Stop
+
+
+@dataclass(frozen=True)
+class Examine:
+    """Look at the engine's process now, and say what is seen: `Examined`."""
+
+    engine: str
 
 
 @dataclass(frozen=True)
@@ -371,4 +388,4 @@ class PublishRoutes:
     """What the gateway must know has changed."""
 
 
-WorkerAction = Spawn | Send | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | TidyMemory | PublishRoutes
+WorkerAction = Spawn | Send | Examine | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | TidyMemory | PublishRoutes

@@ -6,7 +6,9 @@ import enum
 from dataclasses import dataclass, field
 
 from shadowsup.supervisor.policy.detector import HangLimits, Vitals
+from shadowsup.supervisor.policy.suspicion import Suspicion
 from shadowsup.wire.engine import EngineState, Role
+from shadowsup.wire.faults import Fault
 
 
 class WorkerState(str, enum.Enum):
@@ -146,8 +148,21 @@ class EngineRecord:
     """What it said of its own failure."""
     hint: str = ""
     fatal: bool = False
+    suspicion: Suspicion | None = None
+    """It looks hung; being looked into."""
+    doubts: int = 0
+    """How often that was begun anew, because this supervisor itself was late."""
+    canary_s: float | None = None
+    """When the canary was sent that has not been answered; never more than one."""
+    canary_why: str = ""
+    canary_bound_s: float = 0.0
+    canary_after_s: float = 0.0
+    """No other one before this."""
     verdict_s: float | None = None
     cause: str = ""
+    fault: Fault = Fault.UNKNOWN
+    sign_s: float | None = None
+    """When it last did what it should have, where the last beat is not it."""
     killed_s: float | None = None
     kill_again_s: float = 0.0
     frozen_s: float | None = None

@@ -22,14 +22,14 @@ from shadowsup.supervisor.policy.model import (
     WorkerSettings,
 )
 from shadowsup.supervisor.policy.rollout import RollOut, Stage, Way
-from shadowsup.supervisor.policy.standing import Standing
+from shadowsup.supervisor.policy.watch import Watch
 from shadowsup.wire.engine import EngineState
 
 PROVE_S = REFILL_DELAY_S
 """A successor that has no request and is still there after this long has proved what it can."""
 
 
-class Rolling(Standing, ABC):
+class Rolling(Watch, ABC):
     """What a roll-out adds to the policy of one worker."""
 
     # --- orders -----------------------------------------------------------------------------------------------------------------
@@ -342,12 +342,6 @@ class Rolling(Standing, ABC):
         self._do(m.Announce("rollout.state", text, level, data=data))
 
     # --- what the rest of the policy does ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _do(self, action: m.WorkerAction) -> None: ...
-
-    @abstractmethod
-    def _at(self, when_s: float) -> None: ...
 
     @abstractmethod
     def _spawn(self, now_s: float, *, refill: bool, settings: WorkerSettings | None = None) -> None: ...

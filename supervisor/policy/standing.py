@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.detector import History
 from shadowsup.supervisor.policy.gpus import GpuLoads
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
@@ -30,9 +31,13 @@ class Standing:
         self.cold_start_s: float | None = None
         self.timeline: Timeline | None = None
         self.deadline_s = NEVER_S
+        self._wake_s = NEVER_S
         self.quarantined: set[str] = set()
         """GPUs that nothing may be started or promoted onto."""
+        self.histories: dict[str, History] = {}
+        """By revision of the settings: other settings make other steps."""
         self.loads = GpuLoads()
+        self._canaries = 0
         self._fork_trusted = True
         self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
@@ -109,6 +114,14 @@ class Standing:
             for e in self.engines.values()
             if not e.dying and (e.state in states or (e.stop is not None and e.id == self.succession.active))
         ]
+
+    def _do(self, action: m.WorkerAction) -> None:
+        self._actions.append(action)
+
+    def _at(self, when_s: float) -> None:
+        """There is something to do then, whatever the beats say until then."""
+        self._wake_s = min(self._wake_s, when_s)
+        self.deadline_s = min(self.deadline_s, when_s)
 
     def refusal(self, event: m.WorkerEvent) -> tuple[str, str] | None:
         """Return why an operator's request cannot be granted now (message, hint), or None."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from shadowsup.supervisor.policy.model import FREEZE_BOUND_S, EngineRecord
 from shadowsup.wire.engine import EngineState
 
+FRESH_S = 1.0
+"""A shadow whose last beat is older is chosen only where all others are as silent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
@@ -132,7 +135,10 @@ class Succession:
         parked = [e for e in engines if e.parked]
         if self.active is not None or not parked:
             return None
-        candidate = min(parked, key=lambda e: (e.revision != revision, not self.usable(e), e.stale, e.seq))
+        # Of equals, one that was heard of lately: a shadow may have been stopped unseen.
+        candidate = min(
+            parked, key=lambda e: (e.revision != revision, not self.usable(e), e.stale, now_s - e.vitals.last_sign_s() > FRESH_S, e.seq)
+        )
         kv_set = candidate.kv_set if self.usable(candidate) else self._kv_set
         former = [e for e in engines if e.epoch > 0 and e.kv_set == kv_set]
         # One that is stuck in the kernel may be so with its device's work unfinished, and is never fenced.

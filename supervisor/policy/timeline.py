@@ -25,7 +25,7 @@ class Timeline:
         self._wants_refill = wants_refill
         self.fenced = False
         self.refilled = not wants_refill
-        sign_s = old.vitals.last_sign_s()
+        sign_s = old.sign_s or old.vitals.last_sign_s()
         self.recovery = Recovery(
             n=0,
             worker=worker,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from shadowsup.supervisor.policy import detector, ladder
+from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import (
     FIRST_BEAT_S,
@@ -34,7 +34,7 @@ class Upkeep(Rolling, ABC):
     # --- what follows -----------------------------------------------------------------------------------------------------------
 
     def _reconcile(self, now_s: float) -> None:
-        self.deadline_s = NEVER_S
+        self.deadline_s = self._wake_s = NEVER_S
         self._watch(now_s)
         if self.desired is Desired.STOP or self.down_reason:
             self._end_all(now_s)
@@ -51,9 +51,6 @@ class Upkeep(Rolling, ABC):
         self._free_when_stopped()
         self._tell(now_s)
 
-    def _at(self, when_s: float) -> None:
-        self.deadline_s = min(self.deadline_s, when_s)
-
     def _watch(self, now_s: float) -> None:
         """Shadows and loading engines are watched like actives (P34)."""
         for engine in list(self.engines.values()):
@@ -64,8 +61,9 @@ class Upkeep(Rolling, ABC):
                 cause, due_s = None, self._judge_from_s
             if cause is not None:
                 self._condemn(engine, cause, now_s)
-            else:
-                self._at(due_s)
+                continue
+            self._at(due_s)
+            self._look_for_hangs(engine, now_s)
 
     def _judge(self, engine: EngineRecord, now_s: float) -> tuple[str | None, float]:
         """Return the verdict, or None and when to look again."""
@@ -92,9 +90,7 @@ class Upkeep(Rolling, ABC):
                 engine.excused = True
                 return "the engine before it cannot be ended: the blocks that one may write are never free again", now_s
             due_s = min(due_s, unfenced_s)
-        hang = detector.judge(engine.vitals, settings.hang, now_s)
-        look_s = detector.due_s(engine.vitals, settings.hang)
-        return hang, min(due_s, look_s if look_s is not None else NEVER_S)
+        return None, due_s
 
     def _unfenced_until_s(self, active: EngineRecord) -> float:
         """Return when the active has waited for its fence for long enough; ``inf``: the fence will come.
@@ -358,13 +354,6 @@ class Upkeep(Rolling, ABC):
             self._do(m.PublishRoutes())
 
     # --- the half that takes events ---------------------------------------------------------------------------------------------
-
-    def _do(self, action: m.WorkerAction) -> None:
-        self._actions.append(action)
-
-    @abstractmethod
-    def _condemn(self, engine: EngineRecord, cause: str, now_s: float) -> None:
-        """Pass the verdict: this engine is dead, or will be at once."""
 
     @abstractmethod
     def _lost_active(self, engine: EngineRecord, now_s: float) -> None:

@@ -24,6 +24,7 @@ from shadowsup.supervisor.policy.timeline import Timeline
 from shadowsup.supervisor.policy.upkeep import Upkeep
 from shadowsup.wire import engine as w
 from shadowsup.wire.engine import EngineState, Role
+from shadowsup.wire.faults import Fault
 
 
 class WorkerPolicy(Upkeep):
@@ -40,6 +41,7 @@ class WorkerPolicy(Upkeep):
         if engine is None:
             return []
         first = engine.vitals.beat is None
+        self.history_of(engine).note(beat, engine.vitals.beat)
         engine.vitals.note(beat, now_s)
         if beat.step > 0 and beat.epoch > 0:
             engine.committed = True
@@ -57,6 +59,7 @@ class WorkerPolicy(Upkeep):
         self._actions = []
         match event:
             case m.Tick(late_s=late_s):
+                self._was_late(late_s)
                 if late_s > LATE_S:
                     self._judge_from_s = now_s + max(LATE_S, 3 * self.settings.heartbeat_s)
             case m.Adopt():
@@ -77,6 +80,9 @@ class WorkerPolicy(Upkeep):
                 self._gone(event, now_s)
             case m.NurseryChanged():
                 self._nursery_changed(event)
+            case m.Examined(engine=name, look=look):
+                if name in self.engines and (suspicion := self.engines[name].suspicion) is not None:
+                    suspicion.take(look)
             case m.GpusQuarantined(gpus=gpus):
                 self.quarantined |= gpus
             case m.GpusReleased(gpus=gpus):
@@ -213,7 +219,7 @@ class WorkerPolicy(Upkeep):
             self.timeline.refill(now_s)
             self._do(m.Record(self.timeline.recovery))
 
-    def _reported(self, report: w.Promoted | w.FirstToken | w.Fenced | w.Failed, now_s: float) -> None:
+    def _reported(self, report: w.Promoted | w.FirstToken | w.Fenced | w.Canaried | w.Failed, now_s: float) -> None:
         engine = self.engines.get(report.engine)
         if engine is None:
             return
@@ -233,6 +239,8 @@ class WorkerPolicy(Upkeep):
                 if self.timeline is not None and engine.id == self.succession.active and report.epoch == engine.epoch:
                     self.timeline.first_token(report)
                     self._do(m.Record(self.timeline.recovery))
+            case w.Canaried(number=number):
+                self._canaried(engine, number, now_s)
             case w.Fenced():
                 engine.fenced = engine.fenced or report.epoch == engine.epoch
                 text = f"{engine.id} uses every block again, {report.reserve} of them set aside for the next failover"
@@ -259,11 +267,11 @@ class WorkerPolicy(Upkeep):
         if event.frozen:
             self._frozen(engine, now_s)
 
-    def _condemn(self, engine: EngineRecord, cause: str, now_s: float) -> None:
+    def _condemn(self, engine: EngineRecord, cause: str, now_s: float, fault: Fault = Fault.UNKNOWN) -> None:
         """Pass the verdict: this engine is dead, or will be at once."""
         if engine.dying:
             return
-        engine.verdict_s, engine.cause = now_s, cause
+        engine.verdict_s, engine.cause, engine.fault = now_s, cause, fault
         expected = engine.stop is not None
         engine.role = Role.RETIRING
         was = engine.state

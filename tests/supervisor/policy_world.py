@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.invariants import validate
 from shadowsup.supervisor.policy.model import NurseryState, WorkerSettings
+from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import Recovery
 from shadowsup.wire.engine import Beat, EngineState, Failed, Fence, FirstToken, Phase, Promote, Promoted, Release, Stop
@@ -27,6 +29,11 @@ class Body:
     killed: bool = False
     stopping: bool = False
     revision: str = ""
+    stopped: bool = False
+    """By SIGSTOP, as the kernel says."""
+    ran: float = 0.0
+    waits: float = 0.0
+    """Of each second: how much of it its threads run, and wait for a processor."""
 
 
 @dataclass
@@ -52,6 +59,7 @@ class World:
         self.sets = 0
         self.tidied: list[str] = []
         self.freed = 0
+        self.examined: list[str] = []
         self._later: list[m.WorkerEvent] = []
 
     # --- events -------------------------------------------------------------------------------------------------------------------
@@ -88,7 +96,9 @@ class World:
         self.now_s = end_s
         self.tell(m.Tick())
 
-    def beat(self, engine: str, state: EngineState | None = None, *, phase: Phase | None = None, step: int | None = None) -> None:
+    def beat(
+        self, engine: str, state: EngineState | None = None, *, phase: Phase | None = None, step: int | None = None, **more: Any
+    ) -> None:
         body = self.bodies[engine]
         body.state = state or body.state
         body.step = body.step if step is None else step
@@ -105,6 +115,7 @@ class World:
             last_step_s=self.now_s,
             tokens_total=0,
             kv_set=f"set-{body.kv_set}",
+            **more,
         )
         self._carry_out(self.policy.beat(beat, self.now_s))
         self._settle()
@@ -174,6 +185,12 @@ class World:
                     assert not [b for b in owners if b.kv_set == self.bodies[name].kv_set], "fenced while a former owner lives"
                 case m.Signal(engine=name):
                     self._end(name, -15)
+                case m.Examine(engine=name):
+                    self.examined.append(name)
+                    body = self.bodies.get(name)
+                    if body is not None:
+                        look = Look(at_s=self.now_s, stopped=body.stopped, ran_s=body.ran * self.now_s, waited_s=body.waits * self.now_s)
+                        self._later.append(m.Examined(name, look))
                 case m.KillTree(engine=name):
                     if name in self.bodies:
                         self.bodies[name].killed = True

@@ -326,6 +326,11 @@ class TransformersEngine:
         """Requests that wait, and answers that only need a step to go out."""
         return self._scheduler.queued + len(self._rejected) if self._scheduler is not None else 0
 
+    @property
+    def upcoming(self) -> int:
+        """Tokens of the next step, at most."""
+        return self._scheduler.upcoming if self._scheduler is not None else 0
+
     def kv_counts(self) -> KvCounts | None:
         return self._scheduler.pool.counts() if self._scheduler is not None else None
 

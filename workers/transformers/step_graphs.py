@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shadowsup.workers.compiling import compiling
 from shadowsup.workers.transformers.attention import KvCache, Step, attending
 from shadowsup.workers.transformers.attention_cuda import KernelAttention
 from shadowsup.workers.transformers.batch import Piece
@@ -123,7 +124,8 @@ class StepGraphs:
         Raises whatever the model or torch raises when it is captured.
         """
         if size not in self._graphs and size in self._wanted:
-            self._capture(size)
+            with compiling("a CUDA graph"):
+                self._capture(size)
         self._wanted.add(size)
         return size in self._graphs
 

@@ -1,0 +1,73 @@
+"""A whole node of real processes whose engines stand still, at default settings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from node_world import WAIT_S, FakeNode, running, worker
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, for sockets."""
+    made = Path(tempfile.mkdtemp(prefix="shadowsup-toy-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def recovered(node: FakeNode, count: int) -> dict[str, object]:
+    """Wait until so many recoveries are there and all is well; return the newest."""
+    node.until(lambda s: s["workers"][0]["state"] == "healthy" and s["workers"][0]["epoch"] == count + 1)
+    return node.recoveries()[count - 1]
+
+
+def verdict_s(node: FakeNode, engine: str) -> float:
+    """Return the moment of an engine's verdict, monotonic."""
+    found = [e for e in node.events("engine.verdict") if e["engine"] == engine]
+    return float(found[0]["mono_s"])
+
+
+def test_p20_engines_that_stand_still_are_replaced_within_seconds_and_no_client_notices(folder: Path) -> None:
+    wedge = folder / "wedge"
+    with running(folder, worker(args={"step_s": 0.01, "wedge": str(wedge), "wedge_seqs": [2]})) as node:
+        node.healthy()
+        undisturbed = node.answer(tokens=200)
+
+        # The process is stopped: its heart is silent.
+        answer = node.ask(tokens=200)
+        answer.reached(60)
+        active = node.engine("active")
+        os.kill(active["pid"], signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        found = recovered(node, 1)
+        assert "no heartbeat" in str(found["cause"])
+        assert verdict_s(node, active["id"]) - stopped_s < 1.5
+        assert answer.done.wait(WAIT_S)
+        assert (answer.error, answer.text) == ("", undisturbed)
+
+        # The step loop is stuck: its heart beats on.
+        answer = node.ask(tokens=200)
+        answer.reached(60)
+        active = node.engine("active")
+        wedge.touch()
+        stuck_s = time.monotonic()
+        found = recovered(node, 2)
+        assert "no step finished" in str(found["cause"])
+        assert verdict_s(node, active["id"]) - stuck_s < 1.5
+        wedge.unlink()
+        assert answer.done.wait(WAIT_S)
+        assert (answer.error, answer.text) == ("", undisturbed)
+
+        # P34: the shadow is stopped, and nobody asks it anything.
+        shadow = node.engine("shadow")
+        os.kill(shadow["pid"], signal.SIGSTOP)
+        node.until(lambda s: s["workers"][0]["state"] == "healthy" and all(e["id"] != shadow["id"] for e in s["workers"][0]["engines"]))
+        assert len(node.recoveries()) == 2
+        assert node.answer(tokens=200) == undisturbed
