@@ -369,9 +369,11 @@ def test_a_busy_engine_that_makes_steps_is_never_hung_and_an_idle_one_neither() 
 def test_an_active_that_falls_silent_is_hung() -> None:
     w = world(hang=HangLimits(ceiling_s=3.0))
     w.serve()
-    for _ in range(4):
-        w.advance(1.0)
-        w.beat("chat.2")
+    for _ in range(16):
+        if "chat.1" not in w.bodies:
+            break
+        w.advance(0.25)
+        w.beat("chat.2", phase=Phase.PARKED)
     assert w.promotions[-1][0] == "chat.2"
     assert "no heartbeat" in w.recoveries[-1].cause
 
