@@ -388,4 +388,6 @@ class PublishRoutes:
     """What the gateway must know has changed."""
 
 
-WorkerAction = Spawn | Send | Examine | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | TidyMemory | PublishRoutes
+WorkerAction = (
+    Spawn | Send | Examine | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | TidyMemory | PublishRoutes
+)

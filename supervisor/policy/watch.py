@@ -71,9 +71,8 @@ class Watch(Standing, ABC):
         limits, gpus = settings.hang, settings.gpus
         beat = vitals.beat
         assert beat is not None
-        due_s = vitals.due_s(
-            self.history, self.settings.hang, self.loads.util(gpus, now_s), CONFIRM_S, hurry=engine.state is EngineState.PROMOTING
-        )
+        util, hurry = self.loads.util(gpus, now_s), engine.state is EngineState.PROMOTING
+        due_s = vitals.due_s(self.history_of(engine), limits, util, CONFIRM_S, hurry=hurry)
         if engine.canary_s is not None or engine.id != self.succession.active or not engine.fence_sent or not works(beat):
             return due_s
         suspect_s = NEVER_S

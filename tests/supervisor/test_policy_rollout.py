@@ -8,11 +8,12 @@ import pytest
 from policy_world import World
 
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.model import NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.rollout import Stage
 from shadowsup.wire.engine import Phase, Promote, Release, Stop
 
-OLD = WorkerSettings(name="chat", shadows=1, revision="old", stop_timeout_s=4.0)
+OLD = WorkerSettings(name="chat", shadows=1, revision="old", stop_timeout_s=4.0, hang=HangLimits(floor_s=30.0))
 NEW = replace(OLD, revision="new")
 
 
