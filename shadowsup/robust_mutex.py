@@ -17,6 +17,7 @@ _ROBUST = 1
 _ATTRIBUTE_BYTES = 64
 """More than ``sizeof(pthread_mutexattr_t)`` anywhere; ``pthread_mutex_t`` (40 or 48 bytes) has `_HELD_AT` bytes."""
 _HELD_AT = 256
+_OWNER_AT = 260
 
 _libc = ctypes.CDLL(None, use_errno=False)
 
@@ -59,6 +60,11 @@ class RobustMutex:
         """Whether its owner has taken it (or had, before it died)."""
         return self._map[_HELD_AT] == 1
 
+    @property
+    def owner(self) -> int:
+        """Pid of who took it; once `held`."""
+        return int.from_bytes(self._map[_OWNER_AT : _OWNER_AT + 4], "little")
+
     def hold(self) -> None:
         """Own it until the calling thread ends. The memory stays mapped as long: the kernel looks there.
 
@@ -66,6 +72,7 @@ class RobustMutex:
             OSError: it is owned already.
         """
         _check(_libc.pthread_mutex_trylock(self._cell), "pthread_mutex_trylock")
+        self._map[_OWNER_AT : _OWNER_AT + 4] = os.getpid().to_bytes(4, "little")
         self._map[_HELD_AT] = 1
         # An interpreter that ends would unmap it, and the kernel would find nothing to tell of the thread's end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))

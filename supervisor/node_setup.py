@@ -270,7 +270,7 @@ def _preload(kind: str) -> str:
 
 def nursery_env(worker: WorkerConfig, recipe: KeptRecipe) -> dict[str, str]:
     """A nursery sees no GPU: it must not touch one. What its engines may see comes with each fork."""
-    extra = {name: recipe.env[name] for name in ("PYTHONPATH",) if name in recipe.env}
+    extra = {name: recipe.env[name] for name in recipe.ours}
     return worker_environment(worker, os.environ, (), extra)
 
 

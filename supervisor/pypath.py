@@ -15,10 +15,19 @@ import shadowsup.wire
 import shadowsup.workers
 from shadowsup.supervisor.errors import SupervisorError
 
+PYPATH = "pypath"
+"""The folder, in the runtime directory."""
+
 MIN_PYTHON = (3, 11)
 
 REQUIRED = ("zmq", "msgspec", "numpy")
 """What the engine side needs besides the standard library."""
+
+_PLUGIN = {
+    "METADATA": "Metadata-Version: 2.1\nName: shadowsup-vllm\nVersion: 1\n",
+    "entry_points.txt": "[vllm.general_plugins]\nshadowsup = shadowsup.workers.vllm.plugin:register\n",
+}
+"""Nothing is installed into an environment of the user's: the plugin is found on the path that its engines are given."""
 
 _PACKAGE_OF = {"zmq": "pyzmq"}
 
@@ -48,7 +57,7 @@ def make_pypath(runtime_dir: Path) -> Path:
         "memkeeper": _folder(shadowsup.memkeeper),
         "workers": _folder(shadowsup.workers),
     }
-    pypath = runtime_dir / "pypath"
+    pypath = runtime_dir / PYPATH
     package = pypath / "shadowsup"
     try:
         package.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,9 +70,21 @@ def make_pypath(runtime_dir: Path) -> Path:
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(target)
             temporary.rename(link)
+        _announce_plugin(pypath)
     except OSError as error:
         raise SupervisorError(f"cannot make {pypath}: {error.strerror}", "is the runtime directory writable?") from error
     return pypath
+
+
+def _announce_plugin(pypath: Path) -> None:
+    """Let vLLM find our plugin there, as if it were installed: what importlib.metadata reads of a distribution."""
+    info = pypath / "shadowsup_vllm-1.dist-info"
+    info.mkdir(mode=0o700, exist_ok=True)
+    for name, text in _PLUGIN.items():
+        if not (info / name).exists():
+            temporary = info / f".{name}.{os.getpid()}"
+            temporary.write_text(text)
+            temporary.rename(info / name)
 
 
 @dataclass(frozen=True, kw_only=True)

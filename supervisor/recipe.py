@@ -18,11 +18,12 @@ from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.model import WorkerSettings
-from shadowsup.supervisor.pypath import make_pypath
+from shadowsup.supervisor.pypath import PYPATH, make_pypath
 from shadowsup.supervisor.ready import ExecProbe, HttpProbe, LogProbe, NotifySocket, Probe, wait_ready
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.sockets import free_port
 from shadowsup.wire.engine import EngineSpec, KvSpec
+from shadowsup.workers.vllm import arguments as vllm_arguments
 
 PROBE_S = 0.2
 """Between two looks at a command engine that is not ready."""
@@ -73,6 +74,23 @@ def worker_environment(
     return engine_environment(inherited, env=config.env, env_file=config.env_file, extra=ours)
 
 
+def needs_pypath(config: WorkerConfig) -> bool:
+    """Return whether a worker's engines run where our engine side must be put on the path: another interpreter, or a program of its own."""
+    return config.python is not None or config.engine in (EngineKind.LOOP, EngineKind.VLLM)
+
+
+def kept_environment(config: WorkerConfig, paths: NodePaths) -> dict[str, str]:
+    """Return what engines with kept memory need in their environment: our engine side on their path, before whatever the worker adds, and
+    nothing else of our own environment."""
+    ours: dict[str, str] = {}
+    if needs_pypath(config):
+        pypath, theirs = str(paths.runtime / PYPATH), config.env.get("PYTHONPATH")
+        ours["PYTHONPATH"] = f"{pypath}:{theirs}" if theirs else pypath
+        if config.engine is not EngineKind.LOOP:
+            ours["PYTHONSAFEPATH"] = "1"  # what lies in the working folder is anyone's; a user's script has a folder of its own
+    return ours | (vllm_arguments.ENVIRONMENT if config.engine is EngineKind.VLLM else {})
+
+
 class KeptRecipe:
     """Engines with kept memory: our SDK in the configured interpreter, or in a program of the user's own (``engine: loop``).
 
@@ -100,12 +118,11 @@ class KeptRecipe:
         self.config = config
         self.kind = kind
         self.model = model
-        extra = {}
-        if config.python is not None or config.engine is EngineKind.LOOP:
-            # Our engine side on its path, before whatever the worker adds, and nothing else of our own environment.
-            ours = str(make_pypath(paths.runtime))
-            theirs = config.env.get("PYTHONPATH")
-            extra["PYTHONPATH"] = f"{ours}:{theirs}" if theirs else ours
+        if needs_pypath(config):
+            make_pypath(paths.runtime)
+        extra = kept_environment(config, paths)
+        self.ours = tuple(extra)
+        """Names of the variables that are neither the user's nor the machine's."""
         self.python = str(config.python or sys.executable)
         self.env = worker_environment(config, inherited, gpus, extra)
         self._paths = paths
@@ -136,12 +153,15 @@ class KeptRecipe:
             beat_endpoint=f"ipc://{paths.beats}",
             link_socket=str(paths.link(engine)),
         )
+        argv = [word.replace("{python}", self.python) for word in config.command or ()]
+        if config.engine is EngineKind.VLLM:
+            argv = [self.python, "-m", vllm_arguments.SERVER, *vllm_arguments.of_spec(spec)]
         return Launch(
             worker=config.name,
             env=self.env,
             spec=spec,
             python=self.python,
-            argv=[word.replace("{python}", self.python) for word in config.command or ()],
+            argv=argv,
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,

@@ -9,6 +9,7 @@ from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.node_worker import WorkerOwner
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.policy.command import CommandPolicy
+from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.wire.engine import Route, Routes, WorkerRoute
 
 VLLM_METRICS = "/metrics"
@@ -43,14 +44,19 @@ class RouteTable:
 
     def _route(self, owner: WorkerOwner) -> WorkerRoute:
         policy, config = owner.policy, owner.recipe.config
+        upstream = policy.upstream if isinstance(policy, CommandPolicy) else ""
+        if config.engine is EngineKind.VLLM and isinstance(policy, WorkerPolicy):
+            active = policy.active
+            if active is not None and active.promoted_s is not None and active.live:
+                upstream = f"unix:{self._paths.link(active.id)}"
         return WorkerRoute(
             worker=owner.name,
             served_name=config.public_name,
-            kind="link" if config.engine.keeps_memory else "http",
+            kind="link" if config.engine.keeps_memory and config.engine is not EngineKind.VLLM else "http",
             state=policy.state.value,
             epoch=policy.epoch,
             engines=tuple(Route(engine=engine.id, socket=str(self._paths.link(engine.id))) for engine in policy.routable()),
-            upstream=policy.upstream if isinstance(policy, CommandPolicy) else "",
+            upstream=upstream,
             metrics=VLLM_METRICS if config.engine is EngineKind.VLLM else config.metrics or "",
             give_up_after_s=policy.give_up_after_s,
             reason=policy.reason.partition("\n")[0],  # clients are not shown an engine's output

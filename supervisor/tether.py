@@ -19,7 +19,7 @@ from pathlib import Path
 from shadowsup.robust_mutex import RobustMutex
 
 LOOK_S = 0.05
-MOST_LOOK_S = 30.0
+MOST_LOOK_S = 2.0
 """Between two looks whether an engine that has just started holds its end: doubles from the first to the most, so that one that never
 takes it costs next to nothing."""
 FREEZE_LOOK_S = 0.0002
@@ -44,7 +44,10 @@ class Tether:
         self._watched = False
 
     def watch(self, pid: int, died: Callable[[], None], frozen: Callable[[], None]) -> None:
-        """Have ``died`` and then ``frozen`` called on the running loop. Neither comes when the engine ends without having taken its end."""
+        """Have ``died`` and then ``frozen`` called on the running loop. Neither comes when the engine ends without having taken its end.
+
+        Whoever took it is who writes the memory: ``pid`` itself, or a child of it (vLLM's EngineCore).
+        """
         loop = asyncio.get_running_loop()
         self._watched = True
 
@@ -63,7 +66,7 @@ class Tether:
                     pause_s = min(2 * pause_s, MOST_LOOK_S)
                 if self._mutex.wait_for_death():
                     tell(died)
-                    if left_its_memory(pid, FREEZE_FOR_S):
+                    if left_its_memory(self._mutex.owner or pid, FREEZE_FOR_S):
                         tell(frozen)
             finally:
                 self._mutex.close()

@@ -171,11 +171,8 @@ class Life:
         """Listen for the gateway, follow the ledger, and say so."""
         self.stage = "park"
         self._engine = engine
-        self._intake = Intake(engine, self._bell.ring, log.warning)
-        self._link = LinkServer(self.spec.link_socket, hello=self._hello(EngineState.PARKED), deliver=self._intake.deliver, log=log.warning)
-        self.open["link"] = self._link.close
-        self._link.start()
-        self._watch = KvWatch(self._kv, self._bell.ring)
+        self._open_front(engine)
+        self._watch = KvWatch(self._kv, self._ring)
         self.open["watch"] = self._watch.stop
         self._watch.start()
         engine.follow(self._kv.reader)
@@ -184,6 +181,23 @@ class Life:
         self._map_ahead()
         self._state(EngineState.PARKED, phase=Phase.PARKED, detail="")
         log.info("parked")
+
+    def _open_front(self, engine: Served) -> None:
+        """Listen for the gateway."""
+        self._intake = Intake(engine, self._ring, log.warning)
+        self._link = LinkServer(self.spec.link_socket, hello=self._hello(EngineState.PARKED), deliver=self._intake.deliver, log=log.warning)
+        self.open["link"] = self._link.close
+        self._link.start()
+
+    def _front_state(self, state: EngineState) -> None:
+        """Tell the gateway, over the link."""
+        if state is EngineState.ACTIVE:
+            self._intake.begin()
+        self._link.set_hello(self._hello(state))
+
+    def _ring(self) -> None:
+        """Any thread: wake the step thread."""
+        self._bell.ring()
 
     def _map_ahead(self) -> None:
         """Put the real blocks behind a device's arena before they are ours: nothing of this engine runs until they are.
@@ -362,8 +376,7 @@ class Life:
         kept, dropped = self._engine.promote(writer, fenced=order.fenced)
         indexed = time.perf_counter()
         self.writer = writer
-        self._intake.begin()
-        self._link.set_hello(self._hello(EngineState.ACTIVE))
+        self._front_state(EngineState.ACTIVE)
         self.promoted = Promoted(
             engine=self.spec.engine,
             epoch=writer.epoch,
@@ -405,7 +418,7 @@ class Life:
             log.info("ordered to drain while nothing is served, ignored")
             return
         self._state(EngineState.DRAINING)
-        self._link.set_hello(self._hello(EngineState.DRAINING))
+        self._front_state(EngineState.DRAINING)
 
     # --- what others see -------------------------------------------------------------------------------------------------------
 

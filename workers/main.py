@@ -28,6 +28,10 @@ def start(spec: EngineSpec) -> NoReturn:
         process.settle()
         process.set_name(spec.engine)
         process.log_to_stderr(force=True)
+        if spec.kind == "vllm":  # vLLM's own server is its first process
+            from shadowsup.workers.vllm.server import forked
+
+            forked(spec)
         from shadowsup.workers.runtime import run
 
         code = run(spec)

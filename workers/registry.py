@@ -22,6 +22,17 @@ PRELOADS = {
         "transformers.models.llama.tokenization_llama",
         "transformers.modeling_gguf_pytorch_utils",
     ),
+    "vllm": (
+        "vllm.entrypoints.openai.api_server",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.model_executor.models.llama",
+        "shadowsup.workers.vllm.scheduler",
+        "shadowsup.workers.vllm.core",
+        "shadowsup.workers.vllm.front",
+        "shadowsup.workers.vllm.worker",
+    ),
 }
 """Kind → what a nursery imports before it forks: what the adapter imports, and what that would import while it loads a model.
 

@@ -58,11 +58,17 @@ class KeptWeights:
     def __init__(self, keeper: KeeperClient, set_id: str, memory: WeightMemory, layout: Layout, device: str, *, published: bool) -> None:
         self._keeper = keeper
         self._memory = memory
+        self._layout = layout
         self.set_id = set_id
         self.published = published
         self.nbytes = sum(layout.sizes)
         self.tensors: Mapping[str, KeptTensor] = _tensors(memory, layout, device)
         self.extras: Mapping[str, bytes] = {name: memory.read(place) for name, place in layout.extras.items()}
+
+    @property
+    def digest(self) -> str:
+        """Of all bytes: names, shapes, extras, and a checksum of every piece (shape and content equal, digest equal)."""
+        return _digest(self._memory, self._layout)
 
     def close(self) -> None:
         """Unmap and give the lease back. No tensor over it may be touched afterwards. Idempotent."""

@@ -13,8 +13,9 @@ from shadowsup.supervisor.config.model import Backend, EngineKind
 from shadowsup.supervisor.config.secrets import redact_command
 from shadowsup.supervisor.environment import engine_environment
 from shadowsup.supervisor.paths import NodePaths
-from shadowsup.supervisor.recipe import worker_environment
+from shadowsup.supervisor.recipe import kept_environment, worker_environment
 from shadowsup.wire.engine import SPEC_VARIABLE
+from shadowsup.workers.vllm import arguments as vllm_arguments
 
 READY_FD = "FD"
 """Stands for the number of the pipe that a part reports on, which is known when it is started."""
@@ -94,7 +95,7 @@ def engines(config: NodeConfig, worker: WorkerConfig, paths: NodePaths) -> list[
                 name=name,
                 what="engine",
                 how=how,
-                command=_kept_command(worker, str(paths.spec(name))),
+                command=_kept_command(worker, str(paths.spec(name)), str(paths.link(name))),
                 env=env,
                 sockets=[str(paths.link(name))],
                 cwd=str(worker.cwd) if worker.cwd is not None else None,
@@ -111,12 +112,24 @@ def interpreter(worker: WorkerConfig) -> str:
 
 def engine_env(worker: WorkerConfig, paths: NodePaths, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment of the engines of a worker with kept memory."""
-    return worker_environment(worker, inherited, worker.gpus, _python_path(worker, paths))
+    return worker_environment(worker, inherited, worker.gpus, kept_environment(worker, paths))
 
 
-def _kept_command(worker: WorkerConfig, spec: str) -> list[str]:
+def _kept_command(worker: WorkerConfig, spec: str, link: str) -> list[str]:
     if worker.command is not None:
         return redact_command([word.replace("{python}", interpreter(worker)) for word in worker.command])
+    if worker.engine is EngineKind.VLLM:
+        words = vllm_arguments.command_line(
+            model=worker.model or "",
+            served_name=worker.public_name,
+            revision=worker.revision,
+            uds=link,
+            dtype=worker.dtype.value,
+            block_tokens=worker.kv.block_tokens,
+            kv_size=worker.kv.size or 0,
+            args=worker.args,
+        )
+        return redact_command([interpreter(worker), "-m", vllm_arguments.SERVER, *words])
     return [interpreter(worker), "-m", "shadowsup.workers.main", spec]
 
 
@@ -135,13 +148,4 @@ def _command_engine(worker: WorkerConfig, paths: NodePaths) -> Process:
 
 def _nursery(worker: WorkerConfig, paths: NodePaths) -> tuple[str, str, dict[str, str]]:
     # A nursery sees no GPU: it must not touch one.
-    return worker.engine.value, interpreter(worker), worker_environment(worker, os.environ, (), _python_path(worker, paths))
-
-
-def _python_path(worker: WorkerConfig, paths: NodePaths) -> dict[str, str]:
-    """Another interpreter, or program, has the engine side of this package put on its path, before what the worker adds."""
-    if worker.python is None and worker.engine is not EngineKind.LOOP:
-        return {}
-    ours = str(paths.runtime / "pypath")
-    theirs = worker.env.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{ours}:{theirs}" if theirs else ours}
+    return worker.engine.value, interpreter(worker), worker_environment(worker, os.environ, (), kept_environment(worker, paths))

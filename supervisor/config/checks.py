@@ -17,6 +17,7 @@ from shadowsup.supervisor.errors import ConfigError, Problem
 PAGE = 4096
 VMM_GRANULE = 2 * 2**20
 """Bytes: the granularity of CUDA VMM allocations."""
+VLLM_CPU_BLOCK = 32
 RESERVED_NAMES = frozenset({"gateway", "memkeeper", "keeper", "nursery", "sensor", "supervisor", "scribe", "all"})
 """Names of other parts of a node, in logs and messages."""
 
@@ -91,10 +92,6 @@ def _names(config: NodeConfig) -> Iterator[Finding]:
 
 def _engine(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
     engine = (*at, "engine")
-    if worker.engine is EngineKind.VLLM:
-        yield Finding(
-            engine, "engine vllm is not supported by this version yet", "use transformers, or command for a server without kept memory"
-        )
     for key in worker.engine.required_keys:
         if getattr(worker, key) is None:
             yield Finding(at, f"a {worker.engine.value} engine needs {key}", about=(engine, (*at, key)))
@@ -141,6 +138,8 @@ def _devices(config: NodeConfig, worker: WorkerConfig, at: Path) -> Iterator[Fin
 
 def _memory(config: NodeConfig, worker: WorkerConfig, at: Path) -> Iterator[Finding]:
     size = worker.kv.size
+    if worker.engine is EngineKind.VLLM and not worker.gpus:
+        yield from _vllm_on_cpu(worker, at)
     if size is None or not worker.engine.keeps_memory:
         return
     granule = VMM_GRANULE if worker.gpus else PAGE
@@ -149,6 +148,19 @@ def _memory(config: NodeConfig, worker: WorkerConfig, at: Path) -> Iterator[Find
         near = format_size(upper) if not lower else f"{format_size(lower)} or {format_size(upper)}"
         yield Finding(
             (*at, "kv", "size"), f"{format_size(size)} is not a multiple of {format_size(granule)}", f"write {near}", about=((*at, "gpus"),)
+        )
+
+
+def _vllm_on_cpu(worker: WorkerConfig, at: Path) -> Iterator[Finding]:
+    kv, gpus = (*at, "kv"), (*at, "gpus")
+    if worker.kv.size is None:
+        yield Finding((*kv, "size"), "vLLM on the CPU needs a size for its KV cache", "kv: {size: 4GiB}", about=(gpus, (*at, "engine")))
+    if worker.kv.block_tokens % VLLM_CPU_BLOCK:
+        yield Finding(
+            (*kv, "block_tokens"),
+            f"vLLM on the CPU takes blocks of a multiple of {VLLM_CPU_BLOCK} tokens, not {worker.kv.block_tokens}",
+            f"block_tokens: {VLLM_CPU_BLOCK}",
+            about=(gpus, (*at, "engine"), (*kv, "size")),
         )
 
 

@@ -35,7 +35,6 @@ _BY_ENGINE = {
     EngineKind.VLLM: {
         "device": "use gpus",
         "uds": "engines listen on sockets in the runtime directory",
-        "load_format": "weights come from kept memory",
         "worker_cls": "kept memory is attached there",
         "scheduler_cls": "the ledger is attached there",
         "worker_extension_cls": "kept memory is attached there",

@@ -1,0 +1,188 @@
+"""The life of an EngineCore: `shadowsup.workers.life`, whose step thread is vLLM's busy loop.
+
+The busy loop waits in its input queue. What it is to do for us comes there as an `Errand`: orders, the ticks on which a parked engine
+follows the ledger, the news that the API server listens. The gateway is no concern of this process: it speaks to the API server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from shadowsup.wire.engine import EngineSpec, EngineState, FirstToken, Order, Phase, Release, Stop
+from shadowsup.workers import kept_kv
+from shadowsup.workers.api import KvGeometry, Served
+from shadowsup.workers.arena import KvArena
+from shadowsup.workers.errors import ExitCode
+from shadowsup.workers.leaving import Leave
+from shadowsup.workers.life import FOLLOW_S, IDLE_S, Life
+
+if TYPE_CHECKING:
+    from shadowsup.memkeeper.protocol import Fingerprint
+    from shadowsup.workers.weights import KeptWeights
+
+LISTENS_LOOK_S = 0.02
+"""Between two looks whether the API server listens yet."""
+
+log = logging.getLogger("shadowsup.engine")
+
+
+class Errand:
+    """Something for the busy loop's thread. An exception that leaves it ends the engine."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+
+class EngineLife(Life):
+    """One EngineCore's, on its main thread.
+
+    Attributes:
+        resumed: replayed requests since the promotion; counted by the scheduler.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        self.resumed = 0
+        self.weight_bytes = 0
+        self.weight_marks: tuple[tuple[str, str], ...] = ()
+        """For the KV's fingerprint: what its bytes depend on of the weights."""
+        self._post: Callable[[Errand], None] | None = None
+        """Puts an errand into the busy loop's queue; None: there is no loop yet."""
+        self._told_first = False
+        self._over = threading.Event()
+
+    @property
+    def salt(self) -> bytes:
+        """Of the ledger: keys the hashes of its blocks."""
+        return self._kv.reader.header().salt
+
+    # --- coming up ---------------------------------------------------------------------------------------------------------------
+
+    def take_weights(self, weights: KeptWeights, mark: Fingerprint) -> None:
+        """The model's weights are there."""
+        self.weight_bytes = weights.nbytes
+        # The version of vLLM decides how weights are laid out, not what they are: keys and values outlive an update of it.
+        items = tuple((f"weights.{key}", value) for key, value in mark.items if key != "vllm")
+        self.weight_marks = (*items, ("weights.digest", weights.digest))
+
+    def reserve_range(self, size: int) -> KvArena:
+        """Return the arena for ``size`` bytes of blocks, over scratch. Before `hold`: what the blocks mean is known once vLLM has laid its
+        tensors over them."""
+        self.stage = "warm"
+        self._state(EngineState.WARMING, phase=Phase.WARMING, detail="")
+        self._arena = KvArena.reserve(sum(kept_kv.slab_sizes(size, self.device)), self.device)
+        self._arena.map_scratch()
+        return self._arena
+
+    def hold(self, geometry: KvGeometry, weights: Fingerprint | None) -> None:
+        super().hold(geometry, weights)
+        assert self._kv.size == self._arena.size, "the slabs of a worker fill its arena"
+
+    def attend(self, engine: Served, post: Callable[[Errand], None]) -> None:
+        """Busy loop, before its first turn: the engine is warm. Parks as soon as the API server listens."""
+        self._engine = engine
+        self._post = post
+        threading.Thread(target=self._tick, name="ticks", daemon=True).start()
+
+    def _tick(self) -> None:
+        post = self._post
+        assert post is not None
+        while not _listens(self.spec.link_socket):
+            if self._over.wait(LISTENS_LOOK_S):
+                return
+        post(Errand(lambda: self.park(self._engine)))
+        while not self._over.wait(FOLLOW_S if self.writer is None else IDLE_S):
+            post(Errand(self._tock))
+
+    def _tock(self) -> None:
+        """Busy loop: follow while parked; then make sure that the ledger is still ours."""
+        if self.writer is not None:
+            self.writer.check()
+            if not self._engine.inflight:
+                self._vitals(phase=Phase.IDLE)
+        elif self._heart.vitals.state is EngineState.PARKED:
+            if self._watch.catch_up():
+                log.info("another engine took fresh KV blocks: following those")
+                self._map_ahead()
+            self._engine.follow(self._kv.reader)
+
+    def _ring(self) -> None:
+        if self._post is not None:
+            self._post(Errand(self.obey))
+
+    # --- what `Life` does over the link ----------------------------------------------------------------------------------------------
+
+    def _open_front(self, engine: Served) -> None:
+        """The gateway speaks to the API server."""
+
+    def _front_state(self, state: EngineState) -> None:
+        """The gateway learns of it from the supervisor's routes."""
+        if state is EngineState.ACTIVE:
+            self.stage = "step"
+            self.resumed, self._told_first = 0, False
+
+    def _on_order(self, order: Order) -> None:
+        if self._post is None and isinstance(order, Stop | Release):
+            os._exit(ExitCode.STOPPED)  # vLLM is starting, which cannot be interrupted, and leaves nothing to be put in order
+        self._orders.append(order)
+        self._ring()
+
+    # --- steps -------------------------------------------------------------------------------------------------------------------------
+
+    def step_begins(self, phase: Phase) -> None:
+        """A step is handed to the model.
+
+        Raises:
+            LedgerLost: another engine owns the ledger: nothing may be written any more.
+        """
+        assert self.writer is not None
+        self.writer.check()
+        self._vitals(phase=phase)
+
+    def step_ended(self, tokens: int, phase: Phase) -> None:
+        """A step's output is there, its blocks are published; it is sent when this returns. ``phase``: what the next one will do.
+
+        Raises:
+            LedgerLost: another engine owns the ledger: nothing may be sent any more.
+        """
+        writer = self.writer
+        assert writer is not None
+        writer.check()
+        now = time.monotonic()
+        if tokens and not self._told_first:
+            self._told_first = True
+            self._heart.report(FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=now, resumed=self.resumed))
+        before = self._heart.vitals
+        self._vitals(phase=phase, step=before.step + 1, last_step_s=now, tokens_total=before.tokens_total + tokens)
+
+    # --- the end -------------------------------------------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException) -> NoReturn:
+        """End this process because of ``error`` (`Leave`: as asked). vLLM's own way out takes seconds, and what it leaves behind is removed
+        after the fence."""
+        self._over.set()
+        code: int = ExitCode.FAILED
+        try:
+            code = self.over(error)
+        finally:
+            os._exit(code)
+
+
+def stopped() -> Leave:
+    """Return what an orderly end is told with."""
+    return Leave()
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,141 @@
+"""Seam: ``--scheduler-cls`` (0.26, 0.32): progress of the step loop, and the commit rule of the index.
+
+`create` is what the option names. vLLM calls it like a class; it makes a subclass of the scheduler that vLLM would have taken itself,
+because only a subclass of AsyncScheduler schedules asynchronously.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from shadowsup.memkeeper.errors import LedgerLost
+from shadowsup.memkeeper.ledger import LedgerReader, LedgerWriter
+from shadowsup.wire.engine import KvCounts, Phase
+from shadowsup.workers.vllm import current
+from shadowsup.workers.vllm.block_pool import Fresh, KeptBlockPool
+from shadowsup.workers.vllm.hashing import BlockHasher
+
+MARK = "shadowsup_"
+"""Keys of a request's extra arguments that the gateway's replay uses begin with this."""
+
+MOST_RESERVE = 16
+"""The reserve is at most this part of all blocks, unless the config names it."""
+
+
+def create(*args: Any, **kwargs: Any) -> Any:
+    """Return the scheduler of this EngineCore."""
+    asynchronous = kwargs["vllm_config"].scheduler_config.async_scheduling
+    return (KeptAsyncScheduler if asynchronous else KeptScheduler)(*args, **kwargs)
+
+
+def reserve_of(wanted: int | None, max_num_seqs: int, blocks: int) -> int:
+    """Return how many blocks to set aside: as configured, else 2 for each sequence that may run."""
+    if wanted is not None:
+        return min(wanted, blocks // 2)
+    return max(1, min(2 * max_num_seqs, blocks // MOST_RESERVE))
+
+
+class Kept:
+    """What is added to either scheduler. Also what `Life` sees of the engine (`shadowsup.workers.api.Served`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.life = current.life()
+        spec = self.life.spec
+        scheduler: Any = self
+        pool = scheduler.kv_cache_manager.block_pool
+        self.pool = KeptBlockPool.adopt(
+            pool,
+            block_tokens=scheduler.block_size,
+            reserve=reserve_of(spec.kv.reserve, scheduler.scheduler_config.max_num_seqs, pool.num_gpu_blocks),
+        )
+        self.hasher: BlockHasher | None = None
+        """Set by `shadowsup.workers.vllm.core`, which puts it in vLLM's place."""
+        self.max_context: int = scheduler.max_model_len
+        self._steps: dict[int, tuple[Any, list[Fresh]]] = {}
+        # What comes before the promotion waits in the queue.
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+    # --- vLLM's ----------------------------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        extra = getattr(request.sampling_params, "extra_args", None)
+        if extra and any(str(key).startswith(MARK) for key in extra):
+            self.life.resumed += 1
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            output: Any = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self._steps[id(output)] = (output, self.pool.take_fresh())
+            total = output.total_num_scheduled_tokens
+            if total:
+                self.life.step_begins(Phase.PREFILL if total > len(output.num_scheduled_tokens) else Phase.DECODE)
+        except LedgerLost as error:
+            self.life.leave(error)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs: Any = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        _, written = self._steps.pop(id(scheduler_output), (None, []))
+        try:
+            # Entered while output is taken are blocks that this step, or one before it, has completed.
+            self.pool.publish([*written, *self.pool.take_fresh()])
+            if scheduler_output.total_num_scheduled_tokens:
+                tokens = sum(len(one.new_token_ids) for batch in outputs.values() for one in batch.outputs)
+                self.life.step_ended(tokens, self._next_phase())
+        except LedgerLost as error:
+            self.life.leave(error)
+        return outputs
+
+    def _next_phase(self) -> Phase:
+        if self.inflight:
+            return Phase.DECODE
+        return Phase.PREFILL if self.queued else Phase.IDLE
+
+    # --- `Life`'s ----------------------------------------------------------------------------------------------------------------------
+
+    def follow(self, ledger: LedgerReader) -> None:
+        self.pool.follow(ledger)
+
+    def promote(self, ledger: LedgerWriter, *, fenced: bool) -> tuple[int, int]:
+        kept = self.pool.take(ledger, fenced=fenced)
+        if self.hasher is not None:
+            self.hasher.salt = self.life.salt
+        scheduler: Any = self
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        return kept
+
+    def fence(self) -> int:
+        return self.pool.fence()
+
+    def submit(self, request: object) -> None:
+        raise NotImplementedError("requests come through vLLM's API server")
+
+    def cancel(self, rid: str) -> None:
+        raise NotImplementedError("requests come through vLLM's API server")
+
+    @property
+    def inflight(self) -> int:
+        scheduler: Any = self
+        return len(scheduler.running)
+
+    @property
+    def queued(self) -> int:
+        scheduler: Any = self
+        return int(scheduler.get_request_counts()[1])
+
+    def kv_counts(self) -> KvCounts:
+        return self.pool.counts()
+
+
+class KeptScheduler(Kept, Scheduler):
+    """Schedules a step when the one before it has ended."""
+
+
+class KeptAsyncScheduler(Kept, AsyncScheduler):
+    """Schedules a step while the one before it runs: two are in flight."""

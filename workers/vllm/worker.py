@@ -1,0 +1,73 @@
+"""Seam: ``--worker-cls`` (0.26, 0.32): the worker that vLLM would have taken itself, with kept weights and KV.
+
+With one rank vLLM runs it in EngineCore's process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.vllm import current, kv_memory, loader, refuse
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+DEVICE_SHARE = 0.97
+ENGINE_BYTES = 4 * 1024**3
+"""``kv.size: auto``: this part of the device, less the weights and so much for each engine; one shadow of an 8B model took 3.4 GiB
+(H200)."""
+
+
+class KeptWorker(Worker):
+    """See `shadowsup.workers.vllm.life` for the order of what happens."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        refuse.config(self.vllm_config)
+        self._kept = current.life()
+
+    def load_model(self, **kwargs: Any) -> None:
+        with loader.kept(self._kept):
+            super().load_model(**kwargs)
+
+    def determine_available_memory(self) -> int:
+        size = self._kept.spec.kv.size
+        if not size:
+            size = self._auto_size()
+            self.cache_config.kv_cache_memory_bytes = size
+        return int(super().determine_available_memory())
+
+    def _auto_size(self) -> int:
+        """Every engine of the worker must come to the same: nothing that is free just now may matter."""
+        if self._kept.device == "host":
+            raise WorkerError("the size of the KV cache is not given", "set kv.size; on the CPU there is no good guess", fatal=True)
+        import torch
+
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        weights = self._kept.weight_bytes
+        left = int(DEVICE_SHARE * total) - weights - (self._kept.spec.shadows + 2) * ENGINE_BYTES
+        if left <= 0:
+            raise WorkerError("no room is left for the KV cache", "set kv.size, or fewer shadows", fatal=True)
+        granule = 2 * 1024**2
+        return left // granule * granule
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        refuse.kv_cache(kv_cache_config)
+        memory = kv_memory.KvMemory(self._kept, self.vllm_config, kv_cache_config, self.device)
+        with memory:
+            super().initialize_from_config(kv_cache_config)
+        memory.hold()
+
+    def compile_or_warm_up_model(self) -> Any:
+        result = super().compile_or_warm_up_model()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+        self._kept.warmed()
+        return result
