@@ -143,13 +143,16 @@ class Gpu:
 
 
 @contextlib.asynccontextmanager
-async def a_node(content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW) -> Any:
-    """A running node; what it cost the device, and whether it gave that back, goes to ``found``."""
+async def a_node(content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW, neighbour: int | None = None) -> Any:
+    """A running node; what it cost the device, and whether it gave that back, goes to ``found``. ``neighbour``: GPU of a second worker."""
     gpu = Gpu()
     before, started_s = gpu.used(), time.monotonic()
     node: Node | None = None
     try:
-        async with running(for_mode(content, "chat", mode), environment=mode.environment, timeout_s=300.0, keep=True) as node:
+        changed = for_mode(content, "chat", mode)
+        if neighbour is not None:
+            changed = gpu_neighbours.with_neighbour(changed, neighbour)
+        async with running(changed, environment=mode.environment, timeout_s=300.0, keep=True) as node:
             found["start_s"] = round(time.monotonic() - started_s, 2)
             shown = (await node.status())["memkeeper"]
             found["memory"] = {"kept": shown["bytes"], "used": gpu.used() - before}
@@ -265,8 +268,7 @@ async def steady(found: dict[str, Any], factor: float) -> None:
 
 
 async def neighbours(found: dict[str, Any], factor: float, gpu: int = 0) -> None:
-    content = gpu_neighbours.with_neighbour(eight_b("12GiB"), gpu)
-    async with a_node(content, found) as node:
+    async with a_node(eight_b("12GiB"), found, neighbour=gpu) as node:
         await node.wait_for("healthy", gpu_neighbours.OTHER, timeout_s=120.0)
         found["2 workers"] = await gpu_neighbours.measure(node, scaled(4, factor), say)
 

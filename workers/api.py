@@ -52,6 +52,10 @@ class Served(Protocol):
     def max_context(self) -> int:
         """Tokens, prompt and output together."""
 
+    @property
+    def about(self) -> str:
+        """For people, in ``status``: which of several ways it computes in, if there are several."""
+
     def follow(self, ledger: LedgerReader) -> None:
         """Parked: bring the copy of the index up to date with the owner's (cheap; called every few 10 ms).
 

@@ -179,7 +179,7 @@ class Life:
         # Descriptors of a dying process are closed newest first: the lifeline once more, now that everything else is open.
         self._lifeline.renew()
         self._map_ahead()
-        self._state(EngineState.PARKED, phase=Phase.PARKED, detail="")
+        self._state(EngineState.PARKED, phase=Phase.PARKED, detail=engine.about)
         log.info("parked")
 
     def _open_front(self, engine: Served) -> None:

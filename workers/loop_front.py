@@ -46,6 +46,7 @@ class Front:
         self.blocks = blocks
         self.max_context = max_context
         self.receiver: Inbox | Serving = receiver
+        self.about = ""
 
     def follow(self, ledger: LedgerReader) -> None:
         self.blocks.follow(ledger)

@@ -103,6 +103,10 @@ class FakeEngine:
         self._weights = kept
 
     @property
+    def about(self) -> str:
+        return ""
+
+    @property
     def max_context(self) -> int:
         return self._context
 

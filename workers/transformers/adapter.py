@@ -123,6 +123,10 @@ class TransformersEngine:
         )
 
     @property
+    def about(self) -> str:
+        return f"attention: {self._executor.kind.value}, {self._executor.graphs} graphs" if self._executor is not None else ""
+
+    @property
     def max_context(self) -> int:
         return self._max_context
 

@@ -50,6 +50,11 @@ class Executor:
                 self._without_graphs(error)
         return self._graphs.count if self._graphs is not None else 0
 
+    @property
+    def graphs(self) -> int:
+        """How many CUDA graphs there are now."""
+        return self._graphs.count if self._graphs is not None else 0
+
     def _ready(self, size: Size) -> bool:
         try:
             return self._graphs is not None and self._graphs.ready(size)
