@@ -263,13 +263,15 @@ class WorkerRoute(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     served_name: str
     kind: str
-    """``link``: own framed protocol; ``http``: plain HTTP upstream (engine: command)."""
+    """``link``: own framed protocol; ``http``: plain HTTP upstream (engine: command); ``held``: an HTTP server of the engine's own whose
+    answers are held and replayed (engine: vllm)."""
     state: str
     epoch: int
     """The newest epoch the supervisor has ordered; events of older ones are dropped."""
     engines: tuple[Route, ...] = ()
     upstream: str = ""
-    """``http`` only: ``http://127.0.0.1:PORT`` or ``unix:/path``; empty while none is ready."""
+    """``http``: ``http://127.0.0.1:PORT`` or ``unix:/path``; ``held``: ``unix:/path`` of the active engine's server, from its promotion on.
+    Empty while there is none."""
     give_up_after_s: float
     reason: str = ""
     """Why the worker does not serve, for the client's error."""

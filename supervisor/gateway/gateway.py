@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shadowsup.supervisor.gateway.errors import ApiError, model_not_found
+from shadowsup.supervisor.gateway.held import HeldWorker
 from shadowsup.supervisor.gateway.link import EngineLink
 from shadowsup.supervisor.gateway.stream import Stream
 from shadowsup.supervisor.gateway.worker import NO_HOPE, Worker
@@ -35,6 +36,11 @@ class Upstream:
         return self.route.worker
 
 
+AnyWorker = Worker | HeldWorker | Upstream
+_CLASSES: dict[str, type[AnyWorker]] = {"link": Worker, "held": HeldWorker, "http": Upstream}
+"""By the kind of a worker's row."""
+
+
 @dataclass(slots=True)
 class Totals:
     """What the beats report beyond the workers' own counts."""
@@ -56,7 +62,7 @@ class Gateway:
     """
 
     def __init__(self, max_inflight: int, resumed: Callable[[str, float], None] | None = None) -> None:
-        self.workers: dict[str, Worker | Upstream] = {}
+        self.workers: dict[str, AnyWorker] = {}
         self.totals = Totals()
         self.routed = asyncio.Event()
         """Set once any routing table has come."""
@@ -83,36 +89,48 @@ class Gateway:
         now = self._loop.time()
         rows = {row.worker: row for row in routes.workers}
         for name, known in list(self.workers.items()):
-            if name not in rows or (rows[name].kind == "http") is not isinstance(known, Upstream):
+            if name not in rows or not isinstance(known, _CLASSES[rows[name].kind]):
                 self._remove(known)
         for name, row in rows.items():
             known_or_new = self.workers.get(name) or self._new(row)
             if isinstance(known_or_new, Upstream):
                 known_or_new.route = row
                 continue
+            if isinstance(known_or_new, HeldWorker):
+                known_or_new.rerouted(row)
+                continue
             known_or_new.rerouted(row, now)
             self._relink(known_or_new, now)
             self._rearm(known_or_new)
 
-    def _new(self, row: WorkerRoute) -> Worker | Upstream:
-        new: Worker | Upstream
+    def _new(self, row: WorkerRoute) -> AnyWorker:
+        new: AnyWorker
+        name, told = row.worker, self._resumed
+        resumed = None if told is None else lambda seconds: told(name, seconds)
         if row.kind == "http":
             new = Upstream(row)
+        elif row.kind == "held":
+            new = HeldWorker(row, resumed)
         else:
-            name, resumed = row.worker, self._resumed
-            new = Worker(row, self._send, None if resumed is None else lambda seconds: resumed(name, seconds))
+            new = Worker(row, self._send, resumed)
         self.workers[row.worker] = new
         return new
 
-    def _remove(self, worker: Worker | Upstream) -> None:
+    def _remove(self, worker: AnyWorker) -> None:
         del self.workers[worker.name]
+        if isinstance(worker, HeldWorker):
+            worker.removed()
+            self._keep_totals(worker)
         if isinstance(worker, Worker):
             for engine in [engine for engine, owner in self._owners.items() if owner is worker]:
                 self._unlink(engine)
             worker.removed()
-            self.totals.tokens += worker.counts.tokens
-            self.totals.replays += worker.counts.replays
+            self._keep_totals(worker)
             self._rearm(worker)
+
+    def _keep_totals(self, worker: Worker | HeldWorker) -> None:
+        self.totals.tokens += worker.counts.tokens
+        self.totals.replays += worker.counts.replays
 
     def _relink(self, worker: Worker, now: float) -> None:
         """Dial the engines that are new in the worker's row, hang up on those that left it."""
@@ -154,7 +172,7 @@ class Gateway:
 
     # The clients
 
-    def pick(self, model: str) -> Worker | Upstream:
+    def pick(self, model: str) -> AnyWorker:
         """Return the worker for a new request: of those that serve ``model``, a serving one with the fewest requests.
 
         Raises:
@@ -167,7 +185,7 @@ class Gateway:
             raise model_not_found(model, self.models())
         return min(candidates, key=lambda worker: (not self.serves(worker), worker.route.state in NO_HOPE, worker.inflight))
 
-    def serves(self, worker: Worker | Upstream) -> bool:
+    def serves(self, worker: AnyWorker) -> bool:
         """Whether the worker answers at once."""
         return bool(worker.route.upstream) if isinstance(worker, Upstream) else worker.serving is not None
 
@@ -215,6 +233,8 @@ class Gateway:
             if isinstance(worker, Worker):
                 worker.abandon(error)
                 self._rearm(worker)
+            elif isinstance(worker, HeldWorker):
+                worker.abandon(error)
 
     # Time
 
@@ -233,7 +253,7 @@ class Gateway:
 
     def beat(self, connections: int) -> GatewayBeat:
         """Return the beat of this instant."""
-        workers = [worker for worker in self.workers.values() if isinstance(worker, Worker)]
+        workers = [worker for worker in self.workers.values() if isinstance(worker, Worker | HeldWorker)]
         return GatewayBeat(
             pid=os.getpid(),
             sent_s=time.monotonic(),

@@ -15,6 +15,7 @@ from shadowsup import __version__
 from shadowsup.histogram import cumulative
 from shadowsup.supervisor.gateway.engine_metrics import EngineMetrics
 from shadowsup.supervisor.gateway.gateway import Gateway, Upstream
+from shadowsup.supervisor.gateway.held import HeldWorker
 from shadowsup.supervisor.gateway.node_metrics import NodeMetrics
 from shadowsup.supervisor.gateway.worker import Worker
 
@@ -98,6 +99,7 @@ _COUNTS = {
     "missteps": "Engine events that would have left a hole in a client's text; the request was replayed instead.",
     "refusals": "Requests an engine refused for now.",
     "gave_up": "Requests that failed because no engine came in time.",
+    "unreplayable": "Answers broken off because no other engine could continue them.",
 }
 
 
@@ -131,7 +133,7 @@ class _WorkerCollector(Collector):
         for each in list(self._gateway.workers.values()):
             inflight.add_metric([each.name], each.inflight)
             serving.add_metric([each.name], float(self._gateway.serves(each)))
-            if isinstance(each, Worker):
+            if isinstance(each, Worker | HeldWorker):
                 held.add_metric([each.name], each.held)
                 epoch.add_metric([each.name], each.epoch)
         yield from (held, inflight, epoch, serving)

@@ -22,6 +22,8 @@ from shadowsup.supervisor.gateway.errors import ApiError
 from shadowsup.supervisor.gateway.gateway import Gateway
 from shadowsup.supervisor.gateway.generate import Generator
 from shadowsup.supervisor.gateway.handover import Handover
+from shadowsup.supervisor.gateway.held_http import HeldProxy
+from shadowsup.supervisor.gateway.held_servers import Servers
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import Proxy
 from shadowsup.supervisor.gateway.server import Server
@@ -54,7 +56,9 @@ class GatewayProcess:
         metrics.watch(self._gateway)
         self._proxy = Proxy(hide_authorization=keys.required)
         generator = Generator(self._gateway, metrics, spec.keepalive_s)
-        self._server = Server(self._gateway, generator, self._proxy, keys, metrics, spec.max_body)
+        self._servers = Servers(self._proxy)
+        held = HeldProxy(self._servers, metrics, spec.keepalive_s)
+        self._server = Server(self._gateway, generator, self._proxy, held, keys, metrics, spec.max_body)
         app = self._server.application()
         app.on_shutdown.append(self._finish)
         # Without handler_cancellation a client that leaves would go unnoticed until the next write, which may be a failover away.
@@ -85,6 +89,7 @@ class GatewayProcess:
             if handover is not None:
                 handover.close()
             await self._proxy.close()
+            await self._servers.close()
             await self._gateway.close()
             await self._channel.close()
         log.info("done")

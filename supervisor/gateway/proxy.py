@@ -64,8 +64,8 @@ class Proxy:
                 answer = await stack.enter_async_context(
                     self._session(upstream).request(
                         http.method,
-                        _target(upstream, http.raw_path),
-                        headers=self._forwarded(http.headers),
+                        target_url(upstream, http.raw_path),
+                        headers=self.forwarded(http.headers),
                         data=body if body is not None else _content_of(http) if http.body_exists else None,
                         allow_redirects=False,
                     )
@@ -75,7 +75,8 @@ class Proxy:
                 raise unavailable(f"The worker {worker.name} cannot serve this request: its server does not answer") from None
             return await _pass_back(http, worker, answer)
 
-    def _forwarded(self, headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    def forwarded(self, headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+        """Return the headers of a request as an upstream gets them."""
         named = {name.strip().lower() for key, value in headers.items() if key.lower() == "connection" for name in value.split(",")}
         # The length comes anew: a compressed body was unpacked when it was read.
         drop = self._drop | named | {"content-length", "content-encoding", "expect"}
@@ -101,7 +102,8 @@ class Proxy:
         self._sessions.clear()
 
 
-def _target(upstream: str, raw_path: str) -> URL:
+def target_url(upstream: str, raw_path: str) -> URL:
+    """Return the address of a path, already encoded, at an upstream."""
     base = "http://localhost" if upstream.startswith("unix:") else upstream.rstrip("/")
     return URL(base + raw_path, encoded=True)
 
@@ -111,11 +113,15 @@ async def _content_of(http: web.Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def _pass_back(http: web.Request, worker: Upstream, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+def headers_back(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
+    """Return the headers of a response as the client gets them."""
     named = {name.strip().lower() for value in answer.headers.getall("Connection", []) for name in value.split(",")}
     drop = _HOP_BY_HOP | named
-    headers = CIMultiDict((key, value) for key, value in answer.headers.items() if key.lower() not in drop)
-    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+    return CIMultiDict((key, value) for key, value in answer.headers.items() if key.lower() not in drop)
+
+
+async def _pass_back(http: web.Request, worker: Upstream, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers_back(answer))
     await response.prepare(http)
     broke_off = False
     while True:

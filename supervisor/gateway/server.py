@@ -14,6 +14,9 @@ from shadowsup.supervisor.gateway.auth import ApiKeys
 from shadowsup.supervisor.gateway.errors import ApiError, internal, invalid, model_not_found, unavailable
 from shadowsup.supervisor.gateway.gateway import Gateway, Upstream
 from shadowsup.supervisor.gateway.generate import Generator, Record
+from shadowsup.supervisor.gateway.held import HeldWorker
+from shadowsup.supervisor.gateway.held_http import HeldProxy
+from shadowsup.supervisor.gateway.held_request import Asked
 from shadowsup.supervisor.gateway.metrics import CONTENT_TYPE, Metrics
 from shadowsup.supervisor.gateway.proxy import Proxy
 
@@ -40,15 +43,19 @@ class Server:
         gateway: routing and streams.
         generator: runs generations.
         proxy: reaches the workers with a server of their own.
+        held: the same for those whose answers outlive an engine.
         keys: who may.
         metrics: told of each request.
         max_body: bytes of one request body.
     """
 
-    def __init__(self, gateway: Gateway, generator: Generator, proxy: Proxy, keys: ApiKeys, metrics: Metrics, max_body: int) -> None:
+    def __init__(
+        self, gateway: Gateway, generator: Generator, proxy: Proxy, held: HeldProxy, keys: ApiKeys, metrics: Metrics, max_body: int
+    ) -> None:
         self._gateway = gateway
         self._generator = generator
         self._proxy = proxy
+        self._held = held
         self._keys = keys
         self._metrics = metrics
         self._max_body = max_body
@@ -167,6 +174,8 @@ class Server:
             record.worker = worker.name
             if isinstance(worker, Upstream):
                 return await self._forward(http, worker, body)
+            if isinstance(worker, HeldWorker):
+                return await self._held.answer(http, worker, Asked(http.path == CHAT, parsed, body), body, record)
             generation = params.chat(parsed) if http.path == CHAT else params.completion(parsed)
             return await self._generator.answer(http, worker, generation, record)
 
@@ -174,20 +183,22 @@ class Server:
         """Any other path of the API: only a worker with a server of its own may know it."""
         with self._gateway.admitted():
             await self._routes_known()
-            upstreams = [worker for worker in self._gateway.workers.values() if isinstance(worker, Upstream)]
+            upstreams = [worker for worker in self._gateway.workers.values() if isinstance(worker, Upstream | HeldWorker)]
             if not upstreams:
                 raise _no_such_path(http)
             body = None
             if http.body_exists and http.content_type == "application/json":
                 body = await _body(http)
                 worker = self._gateway.pick(params.model_of(strict_json.parse(body)))
-                if not isinstance(worker, Upstream):
+                if not isinstance(worker, Upstream | HeldWorker):
                     raise _no_such_path(http)
             elif len(upstreams) == 1:
                 worker = upstreams[0]
             else:
                 raise invalid(f"{http.path} needs a JSON body that names one of several models", "model", "missing_required_parameter")
             record.worker = worker.name
+            if isinstance(worker, HeldWorker):
+                return await self._held.answer(http, worker, None, await _body(http) if body is None else body, record)
             return await self._forward(http, worker, body)
 
     async def _forward(self, http: web.Request, worker: Upstream, body: bytes | None) -> web.StreamResponse:

@@ -49,6 +49,8 @@ class Counts:
     gave_up: int = 0
     gaps: Buckets = field(default_factory=lambda: Buckets(GAP_S))
     """Seconds between the tokens of a stream, pauses of a failover included."""
+    unreplayable: int = 0
+    """Answers broken off because no other engine could continue them."""
 
 
 class Worker:
