@@ -31,7 +31,7 @@ from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
-from shadowsup.supervisor.node_sensor import SensorPart, learn_overheads
+from shadowsup.supervisor.node_sensor import SensorPart, Troubles, learn_overheads
 from shadowsup.supervisor.node_worker import WorkerOwner, tell_when_up
 from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
@@ -103,6 +103,7 @@ class Node:
         self.gateway: GatewayPart | None = None
         self.sensor: SensorPart | None = None
         self.gpus: list[dict[str, Any]] = []
+        self._troubles = Troubles(self.gpu_notice, self.gpu_cleared)
         self.tells_events = False
         """The reporter is told events, too, as `voice.EventLine`."""
         self.listen = port_of(sockets)
@@ -377,7 +378,12 @@ class Node:
                 self._routes.publish()
             return first
         if isinstance(report, SensorBeat):
-            return self.sensor is not None and self.sensor.take_beat(report)
+            if self.sensor is None or not self.sensor.owns(report):
+                return False  # of a predecessor
+            self._troubles.take(report)
+            for reading in report.gpus:
+                self.gpu_used(reading.uuid, reading.util / 100 if reading.util is not None else None)
+            return self.sensor.take_beat(report)
         worker = peer.rpartition(".")[0]
         if self._found is not None and self._found.wants(worker):
             self._found.heard(report)

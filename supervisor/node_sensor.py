@@ -12,15 +12,18 @@ import msgspec
 
 from shadowsup.supervisor.device_memory import Overheads, measured
 from shadowsup.supervisor.part_process import Part, PartHost
+from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import WorkerState
 from shadowsup.supervisor.policy.part import PartSettings, PartState
-from shadowsup.wire.sensor import GpuNews, GpuReading, SensorBeat
+from shadowsup.wire.sensor import GpuNews, GpuNewsKind, GpuReading, SensorBeat
 
 if TYPE_CHECKING:
     from shadowsup.supervisor.node_worker import WorkerOwner
 
 SILENT_S = 10.0
 """A sensor that says nothing for so long hangs in the driver: it is killed and replaced. Reading 8 GPUs takes some 10 ms."""
+RECOVERY_XID = 154
+"""The Xid by which the driver tells that it wants a recovery action."""
 STALE_BEATS = 3.0
 """Readings older than so many intervals are shown as stale."""
 
@@ -56,10 +59,14 @@ class SensorPart(Part):
     async def take_over(self) -> None:
         self._since_s = time.monotonic()
 
+    def owns(self, beat: SensorBeat) -> bool:
+        """Return whether a beat is of the present process, not of a predecessor."""
+        return self.child is not None and beat.pid == self.child.pid
+
     def take_beat(self, beat: SensorBeat) -> bool:
         """Take readings; returns whether there was news among them."""
-        if self.child is None or beat.pid != self.child.pid:
-            return False  # of a predecessor
+        if not self.owns(beat):
+            return False
         self.beat, self.heard_s = beat, time.monotonic()
         for news in beat.news:
             self._on_news(news)
@@ -86,6 +93,52 @@ class SensorPart(Part):
     def stale(self, now_s: float) -> bool:
         age_s = self.age_s(now_s)
         return self.beat is None or age_s is None or age_s > STALE_BEATS * self.beat.interval_s
+
+
+class Troubles:
+    """What is wrong with each GPU now, from readings, told to whoever decides: when it begins, and when it is over.
+
+    Args:
+        warned, cleared: told of it.
+    """
+
+    def __init__(self, warned: Callable[[m.GpuNotice], None], cleared: Callable[[str, m.GpuTrouble], None]) -> None:
+        self._warned = warned
+        self._cleared = cleared
+        self._now: dict[tuple[str, m.GpuTrouble], m.GpuNotice] = {}
+
+    def take(self, beat: SensorBeat) -> None:
+        """Take the readings and the news of a beat."""
+        for reading in beat.gpus:
+            self._compare(reading, beat.sent_s)
+        for news in beat.news:
+            number, text = news.number, news.text
+            if news.kind is GpuNewsKind.RECOVERY:  # what Xid 154 stands for; the driver says what it wants through NVML
+                number, text = RECOVERY_XID, f"recovery action: {news.text}"
+            elif news.kind is not GpuNewsKind.XID:
+                continue  # a reading says so as well, for as long as it lasts
+            self._warned(m.GpuNotice(uuid=news.uuid, kind=m.GpuTrouble.XID, number=number, text=text, since_s=news.at_s))
+
+    def _compare(self, reading: GpuReading, now_s: float) -> None:
+        width, most = reading.pcie_width, reading.pcie_width_max
+        narrow = bool(width and most and width < most)
+        for kind, there, number, text in (
+            (m.GpuTrouble.LOST, reading.lost, 0, "it has fallen off the bus"),
+            (m.GpuTrouble.ECC, reading.ecc_rose > 0, reading.ecc_rose, f"uncorrected memory errors rose by {reading.ecc_rose}"),
+            (m.GpuTrouble.PCIE, narrow, width or 0, f"PCIe link at x{width} of x{most}"),
+        ):
+            key = (reading.uuid, kind)
+            known = self._now.get(key)
+            if not there:
+                if known is not None:
+                    del self._now[key]
+                    self._cleared(reading.uuid, kind)
+            elif known is None or known.number != number:
+                notice = m.GpuNotice(
+                    uuid=reading.uuid, kind=kind, number=number, text=text, since_s=known.since_s if known is not None else now_s
+                )
+                self._now[key] = notice
+                self._warned(notice)
 
 
 _PURPOSES = ("weights", "kv")

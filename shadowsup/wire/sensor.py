@@ -49,6 +49,8 @@ class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     """Since the driver was loaded."""
+    ecc_rose: int = 0
+    """By how much that rose, in the last minute."""
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     recovery_action: int | None = None

@@ -60,7 +60,8 @@ class GpuWatch:
             warnings.append(words)
             if last is None or last.recovery_action != reading.recovery_action:
                 tell(GpuNewsKind.RECOVERY, reading.recovery_action, words)
-        return msgspec.structs.replace(reading, warnings=tuple(warnings)), tuple(news)
+        rose = self._rose_by if now_s - self._rose_s < RISING_S else 0
+        return msgspec.structs.replace(reading, warnings=tuple(warnings), ecc_rose=rose), tuple(news)
 
 
 def _lanes_lost(reading: GpuReading) -> bool:

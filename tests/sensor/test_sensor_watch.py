@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from shadowsup.supervisor.node_sensor import RECOVERY_XID, Troubles
+from shadowsup.supervisor.policy.messages import GpuNotice, GpuTrouble
 from shadowsup.supervisor.sensor.watch import RISING_S, GpuWatch
-from shadowsup.wire.sensor import GpuNewsKind, GpuReading
+from shadowsup.wire.sensor import GpuNews, GpuNewsKind, GpuReading, SensorBeat
 
 A = "GPU-a"
 
@@ -66,3 +68,45 @@ def test_a_gpu_that_fell_off_the_bus_is_told_once() -> None:
     lost = GpuReading(uuid=A, lost=True)
     assert [news.kind for news in watch.take(lost, 1.0)[1]] == [GpuNewsKind.LOST]
     assert watch.take(lost, 2.0)[1] == ()
+
+
+def told(*beats: SensorBeat) -> list[tuple[GpuTrouble, int, float] | tuple[str, GpuTrouble]]:
+    said: list[tuple[GpuTrouble, int, float] | tuple[str, GpuTrouble]] = []
+
+    def warned(notice: GpuNotice) -> None:
+        said.append((notice.kind, notice.number, notice.since_s))
+
+    troubles = Troubles(warned, lambda uuid, kind: said.append((uuid, kind)))
+    for beat in beats:
+        troubles.take(beat)
+    return said
+
+
+def beat(at_s: float, found: GpuReading, *news: GpuNews) -> SensorBeat:
+    return SensorBeat(pid=1, sent_s=at_s, interval_s=1.0, gpus=(found,), news=news)
+
+
+def test_the_policy_is_told_when_a_trouble_begins_when_it_changes_and_when_it_is_over() -> None:
+    said = told(
+        beat(1.0, reading(pcie_width=8)),
+        beat(2.0, reading(pcie_width=8)),
+        beat(3.0, reading(pcie_width=4)),
+        beat(4.0, reading()),
+        beat(5.0, reading(ecc_rose=2)),
+        beat(6.0, GpuReading(uuid=A, lost=True)),
+    )
+    assert said == [
+        (GpuTrouble.PCIE, 8, 1.0),
+        (GpuTrouble.PCIE, 4, 1.0),
+        (A, GpuTrouble.PCIE),
+        (GpuTrouble.ECC, 2, 5.0),
+        (GpuTrouble.LOST, 0, 6.0),
+        (A, GpuTrouble.ECC),
+    ]
+
+
+def test_an_xid_is_told_as_it_comes_and_a_recovery_action_as_xid_154() -> None:
+    xid = GpuNews(uuid=A, kind=GpuNewsKind.XID, number=79, text="Xid 79", at_s=1.5)
+    action = GpuNews(uuid=A, kind=GpuNewsKind.RECOVERY, number=2, text="the driver asks for a reboot of the node", at_s=1.6)
+    lanes = GpuNews(uuid=A, kind=GpuNewsKind.PCIE, number=8, text="x8", at_s=1.7)
+    assert told(beat(2.0, reading(), xid, action, lanes)) == [(GpuTrouble.XID, 79, 1.5), (GpuTrouble.XID, RECOVERY_XID, 1.6)]
