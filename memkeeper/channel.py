@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from shadowsup.memkeeper.protocol import MAX_FDS
-from shadowsup.wire.framing import FrameError, Unpacker, pack
+from shadowsup.wire.framing import MAX_FRAME, FrameError, Unpacker, pack
 
 _CHUNK = 256 * 1024
 _FD_SPACE = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
@@ -59,11 +59,12 @@ class Channel:
         backlog: bytes that may wait for a peer that does not read; beyond it the peer counts as gone.
     """
 
-    def __init__(self, sock: socket.socket, backlog: int = 4 * 1024 * 1024) -> None:
+    def __init__(self, sock: socket.socket, backlog: int = 4 * 1024 * 1024, max_frame: int = MAX_FRAME) -> None:
+        """``max_frame``: bytes of one frame of the peer; it may announce no longer one."""
         sock.setblocking(False)
         self._sock = sock
         self.backlog = backlog
-        self._unpacker = Unpacker()
+        self._unpacker = Unpacker(max_frame)
         self._fds: deque[int] = deque()
         self._out: deque[tuple[memoryview, Sequence[OwnedFd]]] = deque()
         self._out_bytes = 0

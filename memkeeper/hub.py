@@ -19,6 +19,8 @@ from shadowsup.wire import credentials
 
 log = logging.getLogger("shadowsup.memkeeper")
 
+_MAX_REQUEST = 16 * 1024 * 1024
+"""Bytes. Manifests and fingerprints have some KB."""
 _MAX_QUEUED = 256
 """Requests of one connection that may wait; an engine has one. The vault acknowledges as many deposits as it gets."""
 _FULL_S = 0.1
@@ -137,7 +139,7 @@ class Hub:
             sock.close()
             return
         self._count += 1
-        connection = Connection(self._count, Channel(sock), f"pid {who.pid}")
+        connection = Connection(self._count, Channel(sock, max_frame=_MAX_REQUEST), f"pid {who.pid}")
         self.connections[connection.number] = connection
         self._selector.register(sock, selectors.EVENT_READ, connection)
 

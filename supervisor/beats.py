@@ -130,14 +130,14 @@ class BeatRouter:
             report = decode_report(payload)
         except msgspec.MsgspecError as error:
             self.rejected += 1
-            log.warning("%r sent no report: %s", identity, error)
+            log.warning("%r sent no report: %s", identity[:100], error)
             return
         peer = identity.decode(errors="replace")
         name = SENSOR if isinstance(report, SensorBeat) else getattr(report, "engine", GATEWAY)
         if name != peer:
             # Nobody speaks for another engine: a confused process must not confuse the policy.
             self.rejected += 1
-            log.warning("%s sent a report in the name of %s", peer, name)
+            log.warning("%r sent a report in the name of %r", peer[:100], name[:100])
             return
         try:
             if self._on_report(peer, report):

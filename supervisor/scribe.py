@@ -41,6 +41,8 @@ ENDED_MAX = 64
 """Streams that have ended and whose last lines are still known."""
 
 IDLE_S = 30.0
+MAX_REQUEST = 1024 * 1024
+"""Bytes of one request."""
 
 
 @dataclass(eq=False)
@@ -204,7 +206,7 @@ class Scribe:
             print(f"scribe: refused a connection of uid {who.uid} (pid {who.pid})", file=sys.stderr)
             sock.close()
             return
-        channel = Channel(sock)
+        channel = Channel(sock, max_frame=MAX_REQUEST)
         self._channels.add(channel)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._serve(channel))
 

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 # Before torch is imported anywhere: two cores are shared by several processes in these tests.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+settings.register_profile("long", max_examples=100_000, deadline=None)
+if "HYPOTHESIS_PROFILE" in os.environ:
+    settings.load_profile(os.environ["HYPOTHESIS_PROFILE"])
 
 # A test run in the background of a shell ignores SIGINT, and so would every process that a test starts to interrupt it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

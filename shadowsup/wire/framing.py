@@ -28,21 +28,22 @@ def pack(payload: bytes) -> bytes:
 
 
 class Unpacker:
-    """Turns a byte stream into payloads, whatever the chunk boundaries are."""
+    """Turns a byte stream into payloads, whatever the chunk boundaries are. ``limit``: bytes of the longest one."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_FRAME) -> None:
         self._buffer = bytearray()
+        self._limit = limit
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Take ``data`` and yield each payload it completes.
 
         Raises:
-            FrameError: the announced length exceeds `MAX_FRAME`.
+            FrameError: the announced length exceeds the limit.
         """
         self._buffer += data
         while len(self._buffer) >= HEADER_SIZE:
             (length,) = _HEADER.unpack_from(self._buffer)
-            if length > MAX_FRAME:
+            if length > self._limit:
                 raise FrameError(f"peer announced a frame of {length} bytes")
             end = HEADER_SIZE + length
             if len(self._buffer) < end:
