@@ -26,7 +26,7 @@ from shadowsup.supervisor.gateway.held_http import HeldProxy
 from shadowsup.supervisor.gateway.held_servers import Servers
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import Proxy
-from shadowsup.supervisor.gateway.server import Server
+from shadowsup.supervisor.gateway.server import SILENCE_S, Server
 from shadowsup.wire.engine import DrainGateway, GatewayBeat, Routes
 from shadowsup.wire.gateway import GatewaySpec
 
@@ -76,6 +76,7 @@ class GatewayProcess:
             log.info("serving on %s", sock.getsockname())
         handover = self._hand_over()
         self._channel.start()
+        looking = asyncio.create_task(self._look_for_silence())
         gc.freeze()  # what is here now stays: the collector need not look at it while streams run
         try:
             await self._stop.wait()
@@ -86,6 +87,8 @@ class GatewayProcess:
                 handover.close()
             await self._runner.cleanup()  # stops accepting, then calls _finish
         finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
             if handover is not None:
                 handover.close()
             await self._proxy.close()
@@ -124,6 +127,11 @@ class GatewayProcess:
         # Each connection closes when its client has taken the last byte; aiohttp has no event for the last of them.
         while self._connections():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+    async def _look_for_silence(self) -> None:
+        while True:
+            await asyncio.sleep(SILENCE_S / 4)
+            self._server.close_silent(self._connections(), asyncio.get_running_loop().time())
 
     def _connections(self) -> list[web.RequestHandler]:
         server = self._runner.server

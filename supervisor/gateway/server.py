@@ -29,6 +29,9 @@ ROUTES_WAIT_S = 30.0
 BODY_S = 60.0
 """A request holds its place among those in flight while its body comes, so that must not take for ever."""
 
+SILENCE_S = 60.0
+"""Without a request on a connection, be it that it keeps alive or that its headers do not come to an end. nginx: 60 s and 75 s."""
+
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 CLIENT_LEFT = 499
 """For log and metrics only: the client closed the connection before the response was complete (nginx's number for it)."""
@@ -60,6 +63,7 @@ class Server:
         self._metrics = metrics
         self._max_body = max_body
         self._busy: set[asyncio.BaseTransport] = set()
+        self._silent_since: dict[asyncio.BaseTransport, float] = {}
         self._endpoints: dict[str, tuple[str, _Handler]] = {
             CHAT: ("POST", self._generate),
             COMPLETIONS: ("POST", self._generate),
@@ -83,6 +87,14 @@ class Server:
             if connection.transport not in self._busy:
                 connection.force_close()
 
+    def close_silent(self, connections: Iterable[web.RequestHandler], now_s: float) -> None:
+        """Close those that have had no whole request for `SILENCE_S`: clients that send a header a minute hold descriptors for ever."""
+        idle = {each.transport: each for each in list(connections) if each.transport is not None and each.transport not in self._busy}
+        self._silent_since = {transport: self._silent_since.get(transport, now_s) for transport in idle}
+        for transport, connection in idle.items():
+            if now_s - self._silent_since[transport] >= SILENCE_S:
+                connection.force_close()
+
     async def _dispatch(self, http: web.Request) -> web.StreamResponse:
         loop = asyncio.get_running_loop()
         record = Record(loop.time())
@@ -90,6 +102,7 @@ class Server:
         transport = http.transport
         if transport is not None:
             self._busy.add(transport)
+            self._silent_since.pop(transport, None)
         try:
             response = await self._answer(http, record)
             status = response.status
