@@ -33,6 +33,8 @@ class Request:
     tokens: list[int] = field(init=False)
     known_hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of its first full blocks, as far as they are known."""
+    known_blocks: Sequence[int] = ()
+    """Where the first of those probably are."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.prompt, *self.output]

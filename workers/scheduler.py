@@ -173,7 +173,8 @@ class Scheduler:
     def _match(self, request: Request) -> list[int]:
         """Find kept blocks. The newest token is always computed, for its logits, so a block that ends with it is not taken."""
         blocks = (request.total - 1) // self.pool.block_tokens
-        return self.pool.match(request.hashes(self._salt, self.pool.block_tokens, blocks))
+        guess, request.known_blocks = request.known_blocks, ()  # good for the first time
+        return self.pool.match(request.hashes(self._salt, self.pool.block_tokens, blocks), guess)
 
     def _fits(self, hit: Sequence[int], needed: int) -> bool:
         """Whether all of a request's blocks could be had, with one to spare for every running one, so that admitting it does not soon

@@ -326,3 +326,18 @@ def test_a_crash_between_any_two_stores_leaves_only_true_entries() -> None:
 
 def _pool_with(writer: LedgerWriter, blocks: int) -> KvPool:
     return KvPool(writer, blocks=blocks, block_tokens=BLOCK_TOKENS, reserve=1, fenced=True)
+
+
+def test_a_guess_where_blocks_are_is_checked_and_saves_only_time() -> None:
+    with ledger(16) as kept:
+        pool = kept.pool()
+        mine, other = fill(pool, 4, 1), fill(pool, 4, 2)
+        hashes = digests(4, 1)
+        assert pool.match(hashes, mine) == mine
+        assert pool.match(hashes, mine[:2]) == mine
+        assert pool.match(hashes, [*mine[:3], other[3]]) == mine
+        assert pool.match(digests(4, 2), mine) == other
+        assert pool.match(digests(6, 1), mine) == mine
+        assert pool.match(hashes[:2], mine) == mine[:2]
+        free = next(block for block in range(16) if block not in (*mine, *other))
+        assert pool.match(hashes, [free]) == mine

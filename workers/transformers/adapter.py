@@ -16,7 +16,7 @@ from shadowsup.workers.api import Engine, KvGeometry, StepResult
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.detokenize import Detokenizer
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.foreseen import ForeseenPrompts
+from shadowsup.workers.foreseen import Foreseen, ForeseenPrompts
 from shadowsup.workers.kv_pool import IndexMirror, KvPool
 from shadowsup.workers.requests import Request
 from shadowsup.workers.sampling import Row, sample
@@ -163,7 +163,7 @@ class TransformersEngine:
             self._follower = (ledger, Follower(ledger))
         self._mirror.follow(self._follower[1])
         if self._foreseen:
-            self._foreseen.prepare(ledger.header().salt)
+            self._foreseen.prepare(ledger.header().salt, self._mirror.index.find)
 
     def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None:
         assert self._foreseen is not None, "warm comes first"
@@ -206,7 +206,7 @@ class TransformersEngine:
             self._reject(request, 409, f"this engine serves epoch {self._epoch}, not {request.epoch}", retryable=True)
             return
         try:
-            prompt, hashes = self._prompt(request)
+            prompt, foreseen = self._prompt(request)
         except PromptError as error:
             self._reject(request, 400, str(error), param=error.param)
             return
@@ -230,19 +230,20 @@ class TransformersEngine:
                 ),
                 max_total=self._max_context,
                 eos=self._loaded.eos,
-                known_hashes=hashes,
+                known_hashes=foreseen.hashes,
+                known_blocks=foreseen.blocks,
             )
         )
 
-    def _prompt(self, request: Submit) -> tuple[tuple[int, ...], list[bytes]]:
-        """Return the prompt's ids, and the hashes of its first blocks as far as they are known."""
+    def _prompt(self, request: Submit) -> tuple[tuple[int, ...], Foreseen]:
+        """Return the prompt's ids, and what is known of its first blocks."""
         assert self._loaded is not None and self._foreseen is not None
-        codec, param, replay, hashes = self._loaded.codec, "prompt", request.replay, None
+        codec, param, replay, foreseen = self._loaded.codec, "prompt", request.replay, None
         if replay is not None:
             ids: Sequence[int] = replay.prompt_ids
-            hashes = self._foreseen.take(replay.staged, self._salt) if replay.staged else None
+            foreseen = self._foreseen.take(replay.staged, self._salt) if replay.staged else None
             # What was staged another engine has accepted: with long prompts looking at each id again would take longer than the step.
-            everything: Sequence[int] = replay.output_ids or (0,) if hashes is not None else (*ids, *replay.output_ids)
+            everything: Sequence[int] = replay.output_ids or (0,) if foreseen is not None else (*ids, *replay.output_ids)
         else:
             if request.messages is not None:
                 ids, param = codec.chat(request.messages), "messages"
@@ -256,7 +257,7 @@ class TransformersEngine:
         if min(everything) < 0 or max(everything) >= self._loaded.vocabulary:
             wrong = next(token for token in everything if not 0 <= token < self._loaded.vocabulary)
             raise PromptError(f"token id {wrong} is outside the vocabulary of {self._loaded.vocabulary}", param)
-        return tuple(ids), hashes or []
+        return tuple(ids), foreseen or Foreseen(())
 
     def _too_long(self, request: Submit, prompt: Sequence[int]) -> tuple[str, str] | None:
         """Return (message, parameter) when the request cannot fit. One that was accepted before runs to the limit instead."""
