@@ -21,6 +21,7 @@ VERBS: dict[str, Verb] = {
     "restart": Verb(f"{_HERE}.orders:restart", "Replace the engines of a worker.", "Run"),
     "drain": Verb(f"{_HERE}.orders:drain", "Let a worker finish its requests and take no new ones.", "Run"),
     "status": Verb(f"{_HERE}.status:status", "What goes on: workers, engines, memory, the gateway.", "Look"),
+    "tui": Verb(f"{_HERE}.tui:tui", "The dashboard; --write: with orders and the config editor.", "Look"),
     "memory": Verb(f"{_HERE}.memory:memory", "Kept memory: segments and who uses them.", "Look"),
     "recoveries": Verb(f"{_HERE}.recoveries:recoveries", "Each failover with its timeline.", "Look"),
     "events": Verb(f"{_HERE}.events:events", "What happened; -f: as it happens.", "Look"),
