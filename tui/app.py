@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,17 +16,22 @@ from textual.screen import Screen
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.tui import orders
+from shadowsup.tui.config_view import ConfigView
 from shadowsup.tui.dialogs import Choice, Confirm, Question
 from shadowsup.tui.errors import TuiError
 from shadowsup.tui.feed import Feed
+from shadowsup.tui.log_buffer import LogBuffer, parse
+from shadowsup.tui.logs_view import LogsView
 from shadowsup.tui.overview import Overview
 from shadowsup.tui.palette import BindingCommands
 from shadowsup.tui.shapes import Engine, Worker
 from shadowsup.tui.story import Observation, Story
 from shadowsup.tui.view import View
-from shadowsup.tui.words import clock, span
+from shadowsup.tui.words import clean, clock, span
 from shadowsup.tui.worker_view import WorkerView
 
+LOGS_S = 0.2
+"""Between two looks into the log files."""
 PLAN_S = 20.0
 """Planning a reload may ask the GPUs."""
 
@@ -55,16 +61,25 @@ class Dashboard(App[int]):
     """
 
     TITLE = "shadowsup"
-    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {"overview": Overview, "worker": WorkerView}
+    MODES: ClassVar[dict[str, str | Callable[[], Screen[Any]]]] = {
+        "overview": Overview,
+        "worker": WorkerView,
+        "logs": LogsView,
+        "config": ConfigView,
+    }
     COMMANDS = App.COMMANDS | {BindingCommands}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "look('overview')", "Overview", tooltip="Workers, engines, devices", show=False),
         Binding("2", "look('worker')", "Worker", tooltip="One worker: timeline, recoveries, blocks, last exit, start", show=False),
-        Binding("question_mark", "help", "Keys", key_display="?", tooltip="Every key of where you are"),
+        Binding("3", "look('logs')", "Logs", tooltip="The output of everything on the node", show=False),
+        Binding("4", "look('config')", "Config", tooltip="Edit the config: checked as you write, applied without a gap", show=False),
+        Binding("question_mark,f1", "help", "Keys", key_display="?", tooltip="Every key of where you are"),
         Binding("ctrl+p", "command_palette", "Commands", tooltip="Everything that can be done here", show=False),
         Binding("q", "quit", "Quit", tooltip="Leave; the node goes on"),
     ]
-    ENABLE_COMMAND_PALETTE = True
+    CSS = """
+    ToastRack { margin-bottom: 2; }
+    """
     NOTIFICATION_TIMEOUT = 6
 
     def __init__(self, feed: Feed, *, writable: bool = False, wall: Callable[[], float] = time.time) -> None:
@@ -73,6 +88,9 @@ class Dashboard(App[int]):
         self.writable = writable and feed.live
         self.story = Story()
         self.note = "" if self.writable else "read-only" if feed.live else "replay"
+        self.logs = LogBuffer()
+        self.logs_wanted: str | None = None
+        """Whose output the log screen is to show when it comes."""
         self.worker = ""
         """The worker that the worker view shows."""
         self._wall = wall
@@ -140,6 +158,25 @@ class Dashboard(App[int]):
 
     def look_at_logs(self, source: str) -> None:
         """Show the output of a worker or an engine; empty: of all."""
+        self.logs_wanted = source
+        self.switch_mode("logs")
+
+    @work(group="logs", exclusive=True)
+    async def follow_logs(self) -> None:
+        """Read logs from now on, whichever screen is shown."""
+        while True:
+            lines = await asyncio.to_thread(lambda: [parse(raw) for raw in self.feed.log_lines()])
+            if lines:
+                added, gone = self.logs.extend(lines)
+                if (view := self._logs_view) is not None:
+                    view.grew(added, gone)
+            await asyncio.sleep(LOGS_S)
+
+    @property
+    def _logs_view(self) -> LogsView | None:
+        """The log screen once it exists, present or not: it keeps its place while lines come and go."""
+        stack = self._screen_stacks.get("logs")
+        return stack[0] if stack and isinstance(stack[0], LogsView) and stack[0].is_mounted else None
 
     def action_help(self) -> None:
         """Show, or hide, the keys of the widget that has the focus."""
@@ -147,6 +184,18 @@ class Dashboard(App[int]):
             self.action_hide_help_panel()
         else:
             self.action_show_help_panel()
+
+    @work(group="quit", exclusive=True)
+    async def action_quit(self) -> None:  # type: ignore[override]
+        """Leave; a text that is not saved is asked about."""
+        stack = self._screen_stacks.get("config") or []
+        if any(isinstance(screen, ConfigView) and screen.is_mounted and screen.modified for screen in stack):
+            lost = Question(
+                "Leave without saving the config?", "", (("then", "what you have written is lost"),), (Choice("Leave", danger=True),)
+            )
+            if await self.push_screen_wait(Confirm(lost)) is None:
+                return
+        self.exit(0)
 
     # --- orders -----------------------------------------------------------------------------------------------------------------
 
@@ -188,18 +237,17 @@ class Dashboard(App[int]):
         except ShadowsupError as error:
             self.complain(error)
             return None
-        self.notify(str((answer or {}).get("message") or f"{verb}: taken"), title=verb)
+        self.notify(clean(str((answer or {}).get("message") or f"{verb}: taken")), title=verb, markup=False)
         return answer
 
     async def answer(self, verb: str, timeout_s: float = 5.0, /, **args: Any) -> Any:
         """Ask the supervisor, without holding up the screen. Raises ShadowsupError."""
-        import asyncio
-
         return await asyncio.to_thread(lambda: self.feed.ask(verb, timeout_s, **args))
 
     def complain(self, error: ShadowsupError) -> None:
         """Show an error and its hint."""
-        self.notify(f"{error.message}\n{error.hint}".strip(), title="Not done", severity="error", timeout=12, markup=False)
+        text = "\n".join(clean(line) for line in f"{error.message}\n{error.hint}".strip().splitlines())
+        self.notify(text, title="Not done", severity="error", timeout=12, markup=False)
 
 
 def void(_: object) -> None:

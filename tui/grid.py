@@ -18,7 +18,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from shadowsup.tui import tones
-from shadowsup.tui.words import Cell
+from shadowsup.tui.words import Cell, clean
 
 GAP = 1
 
@@ -247,6 +247,7 @@ class Grid(ScrollView, can_focus=True):
             for text, tone in cell:
                 if left <= 0:
                     break
+                text = clean(text)
                 used = cell_len(text)
                 if used > left:
                     text, used = set_cell_size(text, max(0, left - 1)) + "…", left
@@ -324,4 +325,4 @@ _NOTHING = Style()
 
 
 def _cells(cell: Cell) -> int:
-    return sum(cell_len(text) for text, _ in cell)
+    return sum(cell_len(clean(text)) for text, _ in cell)

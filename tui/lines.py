@@ -10,7 +10,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from shadowsup.tui import tones
-from shadowsup.tui.words import Cell
+from shadowsup.tui.words import Cell, clean
 
 
 class Lines(Widget):
@@ -38,5 +38,5 @@ class Lines(Widget):
             if number:
                 text.append("\n")
             for part, tone in cell:
-                text.append(part, styles.get(tone))
+                text.append(clean(part), styles.get(tone))
         return text

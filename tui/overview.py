@@ -17,7 +17,7 @@ from shadowsup.tui.dialogs import Menu, Prompt
 from shadowsup.tui.grid import Grid
 from shadowsup.tui.shapes import Engine, Worker
 from shadowsup.tui.view import ORDERS, View
-from shadowsup.tui.words import Cell
+from shadowsup.tui.words import Cell, clean
 
 MOST_DEVICES = 8
 
@@ -110,7 +110,7 @@ class Overview(View):
 
     def _say(self, where: str, cell: Cell) -> None:
         styles = tones.palette(self.app)
-        text = Text.assemble(*((part, styles[tone]) for part, tone in cell), end="")
+        text = Text.assemble(*((clean(part), styles[tone]) for part, tone in cell), end="")
         static = self.query_one(where, Static)
         if getattr(static, "said", None) != text.markup:
             static.said = text.markup  # type: ignore[attr-defined]

@@ -167,12 +167,11 @@ class Story:
     def worker_events(self, worker: str) -> list[Event]:
         return [event for event in self.events if event.worker == worker]
 
-    def last_failure(self, worker: str | None = None) -> Event | None:
-        """Return the newest event that says that an engine failed, of its own or by a drill."""
-        for event in reversed(self.events):
-            if event.event in _FAILURES and (worker is None or event.worker == worker):
-                return event
-        return None
+    def failures(self, of: str = "") -> list[Event]:
+        """Return the events that say that an engine (of a worker, or one engine) failed by itself or by a drill, newest first."""
+        return [
+            event for event in reversed(self.events) if event.event in _FAILURES and (not of or event.worker == of or event.engine == of)
+        ]
 
 
 _FAILURES = ("engine.verdict", "engine.spawn_failed", "engine.killed", "engine.quarantined")

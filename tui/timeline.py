@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shadowsup.supervisor.protocol import Event, Recovery
@@ -180,14 +180,16 @@ def waterfall(recovery: Recovery, width: int) -> list[Cell]:
     return lines
 
 
-def _axis(room: int, x: object, longest: float) -> str:
-    assert callable(x)
-    axis = [" "] * (room + 6)
-    for value, text in ((1.0, "1 ms"), (10.0, "10 ms"), (100.0, "0.1 s"), (1000.0, "1 s"), (10_000.0, "10 s"), (100_000.0, "100 s")):
+_TICKS = ((1.0, "1 ms"), (10.0, "10 ms"), (100.0, "0.1 s"), (1000.0, "1 s"), (10_000.0, "10 s"), (100_000.0, "100 s"))
+
+
+def _axis(room: int, x: Callable[[float], int], longest: float) -> str:
+    axis = ""
+    for value, text in _TICKS:
         at = x(value)
-        if value <= longest * 1.01 and at + len(text) < len(axis) and all(c == " " for c in axis[max(0, at - 1) : at + len(text)]):
-            axis[at : at + len(text)] = list(f"╎{text}")[: len(text)] if at else list(text)
-    return "".join(axis).rstrip()
+        if value <= longest and at >= len(axis) and at + len(text) < room + 2:
+            axis = f"{axis:<{at}}╎{text} "
+    return axis
 
 
 def _kept(recovery: Recovery) -> str:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 Part = tuple[str, str]
 """Text and its tone (`tones`)."""
 Cell = tuple[Part, ...]
+
+
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\\\)?|\x1b.")
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+
+
+def clean(text: str) -> str:
+    """Return ``text`` without what a terminal would obey: an engine's output is not to be trusted with the operator's screen."""
+    if text.isprintable():
+        return text
+    return _CONTROLS.sub("·", _ESCAPES.sub("", text)).expandtabs(4)
 
 
 def size(value: object) -> str:

@@ -59,14 +59,13 @@ class WorkerView(View):
     WorkerView #title { height: 2; }
     WorkerView #lanes { height: auto; max-height: 9; }
     WorkerView TabbedContent { height: 1fr; }
-    WorkerView #recoveries-pane { layout: vertical; }
     WorkerView #recovery-list { height: 1fr; min-height: 3; }
     WorkerView #waterfall { height: auto; }
     WorkerView.-wide #recovery-list { width: 2fr; height: 1fr; }
     WorkerView.-wide #waterfall-box { width: 3fr; }
     WorkerView #waterfall-box { height: auto; width: 1fr; }
-    WorkerView Horizontal { height: 1fr; layout: vertical; }
-    WorkerView.-wide Horizontal { layout: horizontal; }
+    WorkerView #recovery-box { height: 1fr; layout: vertical; }
+    WorkerView.-wide #recovery-box { layout: horizontal; }
     WorkerView #environment { height: 1fr; }
     """
     AUTO_FOCUS = "#lanes"
@@ -82,7 +81,7 @@ class WorkerView(View):
         yield Lines(id="title", classes="ages")
         yield Grid(LANES, id="lanes", empty="no engine")
         with TabbedContent(initial=TABS[0]):
-            with TabPane("Recoveries", id="recoveries"), Horizontal():
+            with TabPane("Recoveries", id="recoveries"), Horizontal(id="recovery-box"):
                 yield Grid(RECOVERIES, id="recovery-list", empty="no recovery since this supervisor started")
                 with VerticalScroll(id="waterfall-box", can_focus=False):
                     yield Lines(id="waterfall", classes="ages")
