@@ -124,7 +124,7 @@ class Dashboard(App[int]):
             self._lost = (f"the supervisor's answer is not of this version: {error}", "use the shadowsup that started the node")
         else:
             self._lost = None
-            self._heard = event.observation.ts or self._wall()
+            self._heard = self._wall() if self.feed.live else event.observation.ts
         if (view := self.view) is not None and view.is_mounted:
             view.refresh_all()
 

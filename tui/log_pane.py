@@ -42,7 +42,7 @@ class LogPane(ScrollView, can_focus=True):
     ]
     COMPONENT_CLASSES: ClassVar[set[str]] = {"log--mark", "log--match"}
     DEFAULT_CSS = """
-    LogPane { height: 1fr; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 1; overflow-x: auto; }
+    LogPane { height: 1fr; scrollbar-size-vertical: 1; overflow-x: hidden; overflow-y: scroll; }
     LogPane > .log--mark { background: $primary 40%; }
     LogPane > .log--match { background: $warning 50%; text-style: bold; }
     """
@@ -102,7 +102,7 @@ class LogPane(ScrollView, can_focus=True):
         self.refresh()
 
     def _resize(self) -> None:
-        self.virtual_size = Size(max(self._widest, self.size.width), len(self.buffer.shown))
+        self.virtual_size = Size(max(self._widest, self.scrollable_content_region.width), len(self.buffer.shown))
 
     def _go(self, top: int) -> None:
         self._moving = True
@@ -205,7 +205,8 @@ class LogPane(ScrollView, can_focus=True):
         self.refresh()
 
     def action_side(self, step: int) -> None:
-        self.scroll_to(x=max(0, self.scroll_offset.x + step * SIDE), animate=False, immediate=True)
+        furthest = max(0, self._widest - self.scrollable_content_region.width)
+        self.scroll_to(x=max(0, min(furthest, self.scroll_offset.x + step * SIDE)), animate=False, immediate=True, force=True)
 
     def action_copy(self) -> None:
         held = self.buffer.shown

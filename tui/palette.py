@@ -21,7 +21,7 @@ class BindingCommands(Provider):
             seen.add(binding.action)
             key = self.app.get_key_display(binding)
             run = partial(self.app.run_action, binding.action, active.node)
-            yield binding.description, f"{active.tooltip or binding.tooltip or ''}  [{key}]".strip(), run
+            yield binding.description, f"{active.tooltip or binding.tooltip}  ({key})".strip(), run
 
     async def discover(self) -> Hits:
         for title, text, run in self._commands():

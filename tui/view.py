@@ -70,7 +70,10 @@ class View(Screen[None]):
 
     def refresh_all(self) -> None:
         """Show the story, and how old it is."""
-        self.query_one(NodeLine).show(self.story, self.dashboard.note)
+        head = self.query(NodeLine)
+        if not head:  # it is being put together, or taken apart
+            return
+        head.first().show(self.story, self.dashboard.note)
         self.age()
         if self.story.seen:
             self.show()
@@ -78,7 +81,8 @@ class View(Screen[None]):
     def age(self) -> None:
         """Say how old the data is, when it is not of the present."""
         text, stale = self.dashboard.banner()
-        self.query_one(Banner).text = text
+        for banner in self.query(Banner):
+            banner.text = text
         self.set_class(stale, "-stale")
 
     def on_screen_resume(self) -> None:
