@@ -72,6 +72,7 @@ class ConfigView(View):
         self._elsewhere = False
         """Somebody else has changed the file."""
         self._reloads = 0
+        self._previous: object = None
 
     def body(self) -> Iterable[Widget]:
         popup = OptionList(id="completion")
@@ -139,7 +140,10 @@ class ConfigView(View):
 
     def _show_file(self) -> None:
         self.query_one("#file", Lines).show([self._head(), *self._reload_line()])
-        self.refresh_bindings()
+        previous = (self.story.status.config or {}).get("previous")
+        if previous != self._previous:
+            self._previous = previous
+            self.refresh_bindings()  # there is something to undo, or no more
 
     def _head(self) -> Cell:
         if self._file is None:

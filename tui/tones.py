@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.color import Color
 from rich.style import Style
 from textual.app import App
@@ -47,8 +49,17 @@ def badness(state: str) -> int:
 
 
 def palette(app: App[object]) -> dict[str, Style]:
-    """Return the styles of the present theme."""
-    theme = app.theme_variables
+    """Return the styles of the present theme. Cheap: a theme's variables are worked out once."""
+    found = _palettes.get(app.theme)
+    if found is None:
+        found = _palettes[app.theme] = _made(app.theme_variables)
+    return found
+
+
+_palettes: dict[str, dict[str, Style]] = {}
+
+
+def _made(theme: Mapping[str, str]) -> dict[str, Style]:
 
     def of(name: str, *, bold: bool | None = None, dim: bool | None = None) -> Style:
         return Style(color=_rich(theme.get(name, "")), bold=bold, dim=dim)
