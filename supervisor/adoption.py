@@ -28,7 +28,7 @@ from shadowsup.supervisor.gateway import handover
 from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.node_record import NodeRecord
 from shadowsup.supervisor.policy import messages as m
-from shadowsup.supervisor.policy.model import Desired, How
+from shadowsup.supervisor.policy.model import Desired, Ending, How
 from shadowsup.supervisor.registry import Entry, Mark, Registry
 from shadowsup.supervisor.tree import kill_tree, tagged
 from shadowsup.wire.engine import Beat, Report
@@ -164,7 +164,7 @@ class Adoption:
             alive=ids.alive(entry.identity),
             beat=self._beats.get(entry.engine),
             refill=data.get("refill") == "1",
-            condemned=data.get("condemned") == "1",
+            ending=Ending(data["ending"]) if "ending" in data else None,
         )
 
 
@@ -217,17 +217,17 @@ def end_tree(entry: Entry, timeout_s: float = SWEEP_S) -> bool:
 
 
 def ledger_facts(vault: Vault | None, worker: str) -> tuple[int, int, str]:
-    """Return (epoch, owner, set id) of the worker's newest KV set; zeros and an empty id where the vault has none."""
+    """Return (epoch, owner, set id) of the KV set that was owned last; zeros and an empty id where the vault has none.
+
+    There are several while new settings are rolled out.
+    """
     if vault is None:
         return 0, 0, ""
     sets = [
         info for info in vault.segments() if info.manifest.kind is Kind.LEDGER and info.manifest.worker == worker and not info.superseded
     ]
-    if not sets:
-        return 0, 0, ""
-    newest = sets[-1].manifest
-    epoch, owner = read_owner(vault.fd(newest.segment))
-    return epoch, owner, newest.set_id
+    facts = [(*read_owner(vault.fd(info.manifest.segment)), info.manifest.set_id) for info in sets]
+    return max(facts, key=lambda fact: fact[0], default=(0, 0, ""))
 
 
 async def take_over(node: Node, found: Adoption) -> None:

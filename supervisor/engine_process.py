@@ -145,8 +145,9 @@ class EngineProcess:
 
     def note(self, **data: str) -> None:
         """Add to what an adopting supervisor will know. Raises SupervisorError: it cannot be written."""
-        if self._entry is not None:
-            self._entry = msgspec.structs.replace(self._entry, data={**self._entry.data, **data})
+        entry = self._entry
+        if entry is not None and not data.items() <= entry.data.items():
+            self._entry = msgspec.structs.replace(entry, data={**entry.data, **data})
             self._host.registry.record(self._entry)
 
     def _watch(self, child: Child | Ended, entry: Entry) -> None:
@@ -229,13 +230,6 @@ class EngineProcess:
         self._child.signal_group(signal.SIGKILL)
         if self._ending is None:
             self._ending = self._host.spawn_task(self._end(self._child))
-            asyncio.get_running_loop().call_soon(self._note_end)  # a promotion may be next: it does not wait for a file
-
-    def _note_end(self) -> None:
-        try:
-            self.note(condemned="1")
-        except SupervisorError as error:
-            log.warning("%s", error)
 
     async def gone(self) -> None:
         """Wait for the end of its leader."""

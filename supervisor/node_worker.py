@@ -212,6 +212,13 @@ class WorkerOwner:
         policy, registry = self.policy, self._node.host.registry
         desired = registry.mark(self.name).desired if self._node.stopping else policy.desired.value
         cold_start_s = round(policy.cold_start_s or 0.0, 3)
+        for engine, process in self.engines.items():
+            record = self.policy.engines.get(engine)
+            if record is not None and (ending := record.ending) is not None:
+                try:
+                    process.note(ending=ending.value)
+                except SupervisorError as error:
+                    log.warning("%s", error)
         registry.set_mark(self.name, Mark(seq=policy.last_seq, epoch=policy.epoch, desired=desired, cold_start_s=cold_start_s))
 
     def _do(self, action: m.WorkerAction) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shadowsup.supervisor.policy import messages as m
-from shadowsup.supervisor.policy.model import Desired, EngineRecord, StopLadder
+from shadowsup.supervisor.policy.model import Desired, Ending, EngineRecord, StopLadder
 from shadowsup.wire.engine import Beat, EngineState, Phase, Role
 
 DIED_ALONE = "engine process died while there was no supervisor"
 SUCCEEDED = "another engine has succeeded it"
-ENDING = "its end had begun"
+CONDEMNED = "its end had begun"
 
 _CURRENT, _OTHER, _UNKNOWN = 1, 0, -1
 """Generations of KV sets, as `EngineRecord.kv_set` counts them, at the moment of the adoption."""
@@ -48,6 +48,7 @@ def picture(found: m.Adopt, now_s: float) -> Picture:
     active = top if made.active else None
     current = _set_in_use(found, active)
     made.kv_known = not current or found.kv_set == current
+    first = 1 if active is not None and active.alive else 0  # before a living owner of epoch 1 there was none
     fenced = active is not None and active.alive and active.beat is not None and active.beat.fenced
     for engine in found.engines:
         record = made.engines[engine.id] = _record(engine, claims[engine.id], now_s)
@@ -61,10 +62,12 @@ def picture(found: m.Adopt, now_s: float) -> Picture:
             made.frozen.add(engine.id)
             record.kv_set = _CURRENT
             record.excused = engine is not active
-            if engine is not active and not fenced and made.epoch > 1:
-                record.epoch = 1  # it may have been an owner: what is left of its tree must be gone before the fence
-        elif engine.condemned or (engine is not active and claims[engine.id] > 0):
-            made.condemned.append((engine.id, ENDING if engine.condemned else SUCCEEDED))
+            if engine is not active and not fenced and made.epoch > first:
+                # It may have been an owner: what is left of its tree must be gone before the fence. A gap in the epochs harms nobody.
+                record.epoch = 1
+                made.epoch = max(made.epoch, 2)
+        elif engine.ending is Ending.KILL or (engine is not active and claims[engine.id] > 0):
+            made.condemned.append((engine.id, CONDEMNED if engine.ending is Ending.KILL else SUCCEEDED))
             record.excused = True
     return made
 
@@ -111,9 +114,11 @@ def _record(engine: m.FoundEngine, claim: int, now_s: float) -> EngineRecord:
         record.vitals.note(beat, now_s)
     record.state = beat.state
     record.committed = beat.epoch > 0 and (beat.step > 0 or engine.beat is None)
-    if beat.state is EngineState.STOPPING:
-        # By an order that is not ours. It gets the time of a planned end.
-        record.stop = StopLadder(began_s=now_s, ordered=True, signalled=True, release=claim > 0)
+    if engine.ending is not None or beat.state is EngineState.STOPPING:
+        # By an order that is not ours. It gets the time of a planned end, and is told again if it does not seem to have heard.
+        told = beat.state is EngineState.STOPPING
+        record.stop = StopLadder(began_s=now_s, ordered=told, signalled=told, release=claim > 0)
+        record.state = EngineState.STOPPING
         record.role = Role.RETIRING
         record.excused = True
     elif beat.state not in (EngineState.LOADING, EngineState.WARMING):

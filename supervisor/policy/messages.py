@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from shadowsup.supervisor.policy.model import Desired, How, NurseryState, WorkerSettings
+from shadowsup.supervisor.policy.model import Desired, Ending, How, NurseryState, WorkerSettings
 from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.protocol import Recovery
 from shadowsup.wire.engine import Beat, Canaried, Canary, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
@@ -202,8 +202,8 @@ class FoundEngine:
     alive: bool
     beat: Beat | None = None
     refill: bool = False
-    condemned: bool = False
-    """Its end had begun."""
+    ending: Ending | None = None
+    """How far its end had been pushed."""
     revision: str = ""
     """Of the settings it was started with; empty: not recorded."""
 

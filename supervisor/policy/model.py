@@ -38,6 +38,14 @@ class How(str, enum.Enum):
     COLD = "cold"
 
 
+class Ending(str, enum.Enum):
+    """What is noted of an engine that is to end, for a supervisor that adopts it."""
+
+    STOP = "stop"
+    RELEASE = "release"
+    KILL = "kill"
+
+
 class RecoveryKind(str, enum.Enum):
     SHADOW = "shadow"
     RESPAWN = "respawn"
@@ -172,6 +180,13 @@ class EngineRecord:
     def dying(self) -> bool:
         """A verdict was passed: this engine will not serve again."""
         return self.verdict_s is not None
+
+    @property
+    def ending(self) -> Ending | None:
+        """How far its end has been pushed."""
+        if self.dying:
+            return Ending.KILL
+        return None if self.stop is None else Ending.RELEASE if self.stop.release else Ending.STOP
 
     @property
     def live(self) -> bool:

@@ -265,7 +265,8 @@ class Rolling(Watch, ABC):
         active = self.active
         if not self._tidy_due or active is None or active.promoted_s is None:
             return
-        if any(e.revision != self.settings.revision or self.succession.is_stale(e) for e in self.engines.values()):
+        # What one that is just ending holds is not always known (it may have been adopted).
+        if any(e.revision != self.settings.revision or self.succession.is_stale(e) or e.dying for e in self.engines.values()):
             return
         self._tidy_due = False
         keep = self.succession.only_set()

@@ -7,7 +7,7 @@ from typing import Any
 
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.invariants import validate
-from shadowsup.supervisor.policy.model import NurseryState, WorkerSettings
+from shadowsup.supervisor.policy.model import Ending, How, NurseryState, WorkerSettings
 from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import Recovery
@@ -58,7 +58,11 @@ class World:
         """Layout → the set that the keeper gives out for it."""
         self.sets = 0
         self.tidied: list[str] = []
+        self.header = (0, 0)
+        """(epoch, owner) in the ledger that has been owned last."""
+        self.header_set = 0
         self.freed = 0
+        self.adopted = False
         self.examined: list[str] = []
         self._later: list[m.WorkerEvent] = []
 
@@ -100,13 +104,15 @@ class World:
         self, engine: str, state: EngineState | None = None, *, phase: Phase | None = None, step: int | None = None, **more: Any
     ) -> None:
         body = self.bodies[engine]
-        body.state = state or body.state
+        said = state or body.state
+        if not (body.state is EngineState.PARKED and said in (EngineState.LOADING, EngineState.WARMING)):  # a lie changes nothing
+            body.state = said
         body.step = body.step if step is None else step
         beat = Beat(
             engine=engine,
             pid=100,
             sent_s=self.now_s,
-            state=body.state,
+            state=said,
             phase=phase or (Phase.IDLE if body.state is EngineState.ACTIVE else Phase.LOADING),
             epoch=body.epoch,
             step=body.step,
@@ -120,6 +126,61 @@ class World:
         self._carry_out(self.policy.beat(beat, self.now_s))
         self._settle()
 
+    def lose_the_supervisor(self) -> None:
+        """A new policy finds what is there."""
+        old = self.policy
+        self.adopted = True
+        engines = tuple(self._found(body, old.engines[body.id].ending) for body in self.bodies.values())
+        self.policy = WorkerPolicy(old.settings, nursery=old.nursery)
+        epoch, owner = self.header
+        found = m.Adopt(
+            engines=engines,
+            seq=old.last_seq,
+            epoch=max(epoch, old.epoch),
+            owner=owner if epoch >= old.epoch else 0,
+            kv_set=f"set-{self._kept_set(old.settings.revision)}" if self.keeper else "",
+            desired=old.desired,
+            cold_start_s=old.cold_start_s,
+        )
+        self.tell(found)
+
+    def _kept_set(self, revision: str) -> int:
+        """Of the sets that the keeper has: the one that was owned last, else the one that an engine of these settings would get."""
+        if self.header_set in self.keeper.values():
+            return self.header_set
+        return self.keeper.get(self.layouts.get(revision, ""), max(self.keeper.values()))
+
+    def _found(self, body: Body, ending: Ending | None) -> m.FoundEngine:
+        serves = body.state in (EngineState.ACTIVE, EngineState.DRAINING)
+        beat = Beat(
+            engine=body.id,
+            pid=100,
+            sent_s=self.now_s,
+            state=body.state,
+            phase=Phase.IDLE,
+            epoch=body.epoch if serves else 0,
+            step=body.step,
+            inflight=body.inflight,
+            queued=0,
+            last_step_s=self.now_s,
+            tokens_total=0,
+            ordered=body.epoch,
+            kv_set="" if body.state in (EngineState.LOADING, EngineState.WARMING) else f"set-{body.kv_set}",
+            fenced=False,
+        )
+        alive = not body.frozen
+        return m.FoundEngine(
+            id=body.id,
+            seq=int(body.id.rpartition(".")[2]),
+            how=How.COLD,
+            pid=100,
+            spawned_s=self.now_s,
+            alive=alive,
+            beat=beat if alive else None,
+            ending=ending,
+            revision=body.revision,
+        )
+
     def park(self, engine: str) -> None:
         self.beat(engine, EngineState.PARKED, phase=Phase.PARKED)
 
@@ -127,6 +188,8 @@ class World:
         body = self.bodies[engine]
         body.state = EngineState.ACTIVE
         body.epoch = body.epoch if epoch is None else epoch
+        if body.epoch > self.header[0]:
+            self.header, self.header_set = (body.epoch, int(engine.rpartition(".")[2])), body.kv_set
         report = Promoted(engine=engine, epoch=body.epoch, header_s=0, map_s=0, index_s=0, blocks_kept=7, blocks_dropped=1)
         self.tell(m.Reported(report))
         if engine in self.bodies and engine in self.policy.engines and not self.policy.engines[engine].dying:
@@ -229,7 +292,8 @@ class World:
         if order.keep_kv:
             writers = [b for b in self.bodies.values() if b.id != name and b.epoch > 0 and b.kv_set == body.kv_set]
             assert all(b.frozen for b in writers), "promoted before every former owner was frozen"
-            assert order.fenced or writers, "reserve blocks for no reason"
+            # After an adoption it is not known of a dead engine that it never was an owner.
+            assert order.fenced or writers or self.adopted, "reserve blocks for no reason"
             if order.fenced:
                 assert not writers, "said to be fenced, but a former owner lives"
         else:

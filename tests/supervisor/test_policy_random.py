@@ -148,6 +148,11 @@ class AnyOrder(RuleBasedStateMachine):
         if policy.rollout is None or not policy.rollout.open:
             self.world.tell(m.Reconfigure(replace(policy.settings, shadows=shadows)))
 
+    @rule()
+    def lose_the_supervisor(self) -> None:
+        if self.world.policy.desired is not Desired.STOP or self.world.bodies:
+            self.world.lose_the_supervisor()
+
     @precondition(lambda self: self.world.policy.state is WorkerState.STOPPED)
     @rule()
     def run_again(self) -> None:

@@ -1,0 +1,262 @@
+"""How a worker stands, from what its engines say to a supervisor that did not start them: a table of facts and of what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.command import CommandPolicy
+from shadowsup.supervisor.policy.detector import HangLimits
+from shadowsup.supervisor.policy.invariants import validate
+from shadowsup.supervisor.policy.model import Desired, Ending, How, NurseryState, WorkerSettings, WorkerState
+from shadowsup.supervisor.policy.worker import WorkerPolicy
+from shadowsup.wire.engine import Beat, EngineState, Fence, Fenced, Phase, Promote
+
+NOW_S = 5000.0
+PHASE = {
+    EngineState.LOADING: Phase.LOADING,
+    EngineState.WARMING: Phase.WARMING,
+    EngineState.PARKED: Phase.PARKED,
+    EngineState.PROMOTING: Phase.PARKED,
+}
+
+
+def beat(seq: int, state: EngineState, **changes: Any) -> Beat:
+    facts: dict[str, Any] = {
+        "engine": f"chat.{seq}",
+        "pid": 100 + seq,
+        "sent_s": NOW_S,
+        "state": state,
+        "phase": PHASE.get(state, Phase.IDLE),
+        "epoch": 0,
+        "step": 0,
+        "inflight": 0,
+        "queued": 0,
+        "last_step_s": 0.0,
+        "tokens_total": 0,
+        "kv_set": "" if state in (EngineState.LOADING, EngineState.WARMING) else "set-1",
+    }
+    return Beat(**(facts | changes))
+
+
+def engine(
+    seq: int, state: EngineState | None = None, *, alive: bool = True, ending: Ending | None = None, **changes: Any
+) -> m.FoundEngine:
+    """Return an engine that says it is in ``state``; None: it says nothing."""
+    said = beat(seq, state, **changes) if state is not None else None
+    return m.FoundEngine(
+        id=f"chat.{seq}", seq=seq, how=How.COLD, pid=100 + seq, spawned_s=NOW_S - 60, alive=alive, ending=ending, beat=said
+    )
+
+
+def active(seq: int, epoch: int, **changes: Any) -> m.FoundEngine:
+    return engine(seq, EngineState.ACTIVE, epoch=epoch, ordered=epoch, step=9, **changes)
+
+
+def parked(seq: int, **changes: Any) -> m.FoundEngine:
+    return engine(seq, EngineState.PARKED, **changes)
+
+
+def adopted(*engines: m.FoundEngine, shadows: int = 1, **facts: Any) -> tuple[WorkerPolicy, list[m.WorkerAction]]:
+    policy = WorkerPolicy(WorkerSettings(name="chat", shadows=shadows, hang=HangLimits(ceiling_s=5.0)), nursery=NurseryState.READY)
+    actions = policy.handle(m.Adopt(engines=engines, **({"kv_set": "set-1"} | facts)), NOW_S)
+    validate(policy)
+    return policy, actions
+
+
+def summary(actions: list[m.WorkerAction]) -> list[str]:
+    """Return what was ordered, without what is only told."""
+    found = []
+    for action in actions:
+        match action:
+            case m.Send(engine=name, order=Promote() as order):
+                found.append(f"promote {name} to {order.epoch}{'' if order.keep_kv else ' fresh'}{'' if order.fenced else ' unfenced'}")
+            case m.Send(engine=name, order=order):
+                found.append(f"{type(order).__name__.lower()} {name}")
+            case m.KillTree(engine=name):
+                found.append(f"kill {name}")
+            case m.Spawn(engine=name):
+                found.append(f"spawn {name}")
+    return found
+
+
+TABLE: dict[str, tuple[tuple[m.FoundEngine, ...], dict[str, Any], WorkerState, list[str]]] = {
+    "all is well": ((active(1, 1), parked(2)), {"epoch": 1, "owner": 1}, WorkerState.HEALTHY, []),
+    "a shadow is missing": ((active(1, 1),), {"epoch": 1, "owner": 1, "seq": 2}, WorkerState.DEGRADED, ["spawn chat.3"]),
+    "a shadow is on its way": (
+        (active(1, 1), engine(2, EngineState.LOADING)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.DEGRADED,
+        [],
+    ),
+    "a shadow has died": (
+        (active(1, 1), engine(2, alive=False)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.DEGRADED,
+        ["kill chat.2", "spawn chat.3"],
+    ),
+    "the active has died": (
+        (engine(1, alive=False), parked(2)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.RECOVERING,
+        ["kill chat.1", "promote chat.2 to 2 unfenced"],
+    ),
+    "the active has died and is forgotten": (
+        (parked(2),),
+        {"epoch": 1, "owner": 1},
+        WorkerState.STARTING,
+        ["promote chat.2 to 2"],
+    ),
+    "everybody has died": (
+        (engine(1, alive=False), engine(2, alive=False)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.RECOVERING,
+        ["kill chat.1", "kill chat.2", "spawn chat.3"],
+    ),
+    "the order to promote was read": (
+        (engine(1, alive=False), parked(2, ordered=2)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.STARTING,
+        ["kill chat.1"],
+    ),
+    "the successor is just taking over": (
+        (engine(1, alive=False), engine(2, EngineState.PROMOTING, ordered=2)),
+        {"epoch": 2, "owner": 2},
+        WorkerState.STARTING,
+        ["kill chat.1"],
+    ),
+    "the successor waits for its fence": (
+        (active(2, 2, fenced=False), parked(3)),
+        {"epoch": 2, "owner": 2},
+        WorkerState.HEALTHY,
+        ["fence chat.2"],
+    ),
+    "the successor waits for the end of its predecessor": (
+        (engine(1, alive=False), active(2, 2, fenced=False), parked(3)),
+        {"epoch": 2, "owner": 2},
+        WorkerState.HEALTHY,
+        ["kill chat.1"],
+    ),
+    "the predecessor still lives": (
+        (active(1, 1), active(2, 2, fenced=False), parked(3)),
+        {"epoch": 2, "owner": 2},
+        WorkerState.HEALTHY,
+        ["kill chat.1"],
+    ),
+    "the active says nothing": ((engine(1), parked(2)), {"epoch": 1, "owner": 1}, WorkerState.HEALTHY, ["fence chat.1"]),
+    "its end had begun": (
+        (engine(1, ending=Ending.KILL), parked(2)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.RECOVERING,
+        ["kill chat.1"],  # a successor is named when it is frozen, or in 0.1 s
+    ),
+    "nothing of it runs": ((), {"epoch": 0, "owner": 0, "kv_set": ""}, WorkerState.STARTING, ["spawn chat.1"]),
+    "the ledger is known to be further": ((parked(4),), {"epoch": 7, "owner": 3}, WorkerState.STARTING, ["promote chat.4 to 8"]),
+    "the first engine is loading": (
+        (engine(1, EngineState.LOADING),),
+        {"epoch": 0, "owner": 0, "kv_set": ""},
+        WorkerState.STARTING,
+        [],
+    ),
+    "the active leaves by an order": (
+        (engine(1, EngineState.STOPPING, epoch=1, ordered=1, step=4), parked(2)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.HEALTHY,
+        [],
+    ),
+    "it was stopped": (
+        (active(1, 1), parked(2)),
+        {"epoch": 1, "owner": 1, "desired": Desired.STOP},
+        WorkerState.STOPPING,
+        ["stop chat.1", "stop chat.2"],
+    ),
+    "it was drained": (
+        (engine(1, EngineState.DRAINING, epoch=1, ordered=1, inflight=2), parked(2)),
+        {"epoch": 1, "owner": 1},
+        WorkerState.DRAINING,
+        [],
+    ),
+    "the keeper has lost the set in use": (
+        (active(1, 1), parked(2)),
+        {"epoch": 1, "owner": 1, "kv_set": ""},
+        WorkerState.HEALTHY,
+        [],
+    ),
+    "a shadow holds an older set": (
+        (active(2, 2), parked(1, kv_set="set-0")),
+        {"epoch": 2, "owner": 2},
+        WorkerState.DEGRADED,
+        ["stop chat.1", "spawn chat.3"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_what_is_found_decides_what_follows(case: str) -> None:
+    engines, facts, state, orders = TABLE[case]
+    policy, actions = adopted(*engines, **facts)
+    assert policy.state is state
+    assert summary(actions) == orders
+    assert policy.last_seq >= max([facts.get("seq", 0), *(each.seq for each in engines)])
+
+
+def test_after_an_adoption_a_death_is_a_failover_as_ever() -> None:
+    policy, _ = adopted(active(1, 3), parked(2), epoch=3, owner=1)
+    actions = policy.handle(m.Died("chat.1", -9, frozen=True), NOW_S + 1)
+    validate(policy)
+    assert summary(actions) == ["kill chat.1", "promote chat.2 to 4 unfenced"]
+    assert policy.timeline is not None
+    assert policy.timeline.recovery.kind == "shadow"
+
+
+def test_an_active_that_says_nothing_is_judged_by_its_silence() -> None:
+    policy, _ = adopted(engine(1), parked(2), epoch=1, owner=1)
+    actions: list[m.WorkerAction] = []
+    for second in range(1, 8):
+        policy.beat(beat(2, EngineState.PARKED), NOW_S + second)
+        actions += policy.handle(m.Tick(), NOW_S + second)
+    assert "kill chat.1" in summary(actions)
+
+
+def test_a_successor_that_was_ordered_is_believed_when_it_serves() -> None:
+    policy, _ = adopted(engine(1, alive=False), parked(2, ordered=2), epoch=1, owner=1)
+    policy.handle(m.Gone("chat.1"), NOW_S + 0.1)
+    actions = policy.beat(beat(2, EngineState.ACTIVE, epoch=2, ordered=2, fenced=False), NOW_S + 0.2)
+    validate(policy)
+    assert summary(actions) == ["fence chat.2", "spawn chat.3"]
+    assert policy.epoch == 2
+
+
+def test_a_fence_is_ordered_again_until_it_is_answered() -> None:
+    policy, actions = adopted(active(2, 2, fenced=False), parked(3), epoch=2, owner=2)
+    assert summary(actions) == ["fence chat.2"]
+    assert summary(policy.handle(m.Tick(), NOW_S + 0.5)) == []
+    assert summary(policy.handle(m.Tick(), NOW_S + 1.1)) == ["fence chat.2"]
+    policy.handle(m.Reported(Fenced(engine="chat.2", epoch=2, reserve=4)), NOW_S + 1.2)
+    assert summary(policy.handle(m.Tick(), NOW_S + 2.5)) == []
+
+
+def test_a_beat_that_shows_the_fence_lost_brings_it_again() -> None:
+    policy, _ = adopted(active(2, 2, fenced=False), parked(3), epoch=2, owner=2)
+    policy.beat(beat(2, EngineState.ACTIVE, epoch=2, step=10, fenced=False), NOW_S + 1.0)
+    [order] = [a.order for a in policy.handle(m.Tick(), NOW_S + 1.1) if isinstance(a, m.Send)]
+    assert order == Fence(epoch=2)
+    policy.beat(beat(2, EngineState.ACTIVE, epoch=2, step=11, fenced=True), NOW_S + 1.2)
+    assert summary(policy.handle(m.Tick(), NOW_S + 2.5)) == []
+
+
+@pytest.mark.parametrize(
+    ("engines", "upstream", "state", "orders"),
+    [
+        ((engine(4),), "http://127.0.0.1:1", WorkerState.HEALTHY, []),
+        ((engine(4),), "", WorkerState.RECOVERING, []),
+        ((engine(4, alive=False),), "", WorkerState.RECOVERING, ["kill chat.4"]),
+        ((), "", WorkerState.RECOVERING, ["spawn chat.6"]),
+    ],
+)
+def test_a_command_goes_on_where_it_stood(engines: tuple[m.FoundEngine, ...], upstream: str, state: WorkerState, orders: list[str]) -> None:
+    policy = CommandPolicy(WorkerSettings(name="chat", shadows=0))
+    actions = policy.handle(m.Adopt(engines=engines, seq=5, epoch=3, upstream=upstream), NOW_S)
+    assert (policy.state, summary(actions), policy.epoch) == (state, orders, 3)
