@@ -122,9 +122,9 @@ def _record(engine: m.FoundEngine, claim: int, now_s: float) -> EngineRecord:
         record.role = Role.RETIRING
         record.excused = True
     elif beat.state not in (EngineState.LOADING, EngineState.WARMING):
-        record.parked_s = now_s
+        record.parked_s = engine.spawned_s  # at the earliest; what counts is that it was long before anything that happens from now on
     if claim:
-        record.promote_sent_s = record.parked_s = now_s
+        record.promote_sent_s = now_s
         if beat.epoch == claim:
             record.promoted_s = now_s
             record.fence_sent = record.fenced = engine.beat is not None and beat.fenced

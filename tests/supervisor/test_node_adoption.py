@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from node_world import WAIT_S, Answer, FakeNode, running
+from node_world import WAIT_S, Answer, FakeNode, running, worker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,9 +45,9 @@ def start_again(node: FakeNode) -> float:
     return time.monotonic() - began_s
 
 
-def ask_all(node: FakeNode, pieces: int = 0) -> list[Answer]:
+def ask_all(node: FakeNode, pieces: int = 0, tokens: int = 150) -> list[Answer]:
     """Ask for eight stories at once, and wait until each has so many pieces."""
-    answers = [node.ask(f"story {number}", 120) for number in range(8)]
+    answers = [node.ask(f"story {number}", tokens) for number in range(8)]
     for answer in answers:
         answer.reached(pieces)
     return answers
@@ -75,3 +78,165 @@ def test_p02_the_next_start_adopts_every_process_and_no_stream_notices(folder: P
         [recovery] = node.recoveries()
         assert (recovery["kind"], recovery["blocks_dropped"], recovery["requests_resumed"]) == ("shadow", 0, 8)
         assert recovery["blocks_kept"] > 0
+
+
+def test_an_active_that_dies_without_a_supervisor_is_succeeded_first_thing_and_its_streams_were_held(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        undisturbed = texts(ask_all(node))
+        answers = ask_all(node, 10)
+        active, shadow = node.engine("active"), node.engine("shadow")
+        kill_supervisor(node)
+        os.kill(active["pid"], signal.SIGKILL)
+        start_again(node)
+        assert texts(answers) == undisturbed
+        node.healthy()
+        assert node.engine("active")["pid"] == shadow["pid"]
+        [recovery] = node.recoveries()
+        assert (recovery["kind"], recovery["from_engine"], recovery["to_engine"]) == ("shadow", active["id"], shadow["id"])
+        assert "no supervisor" in recovery["cause"]
+        assert recovery["blocks_kept"] > 0
+
+
+def test_what_died_besides_is_replaced_and_what_lives_is_not(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        before, expected = node.status(), node.answer()
+        active = node.engine("active")["pid"]
+        dead = {name: pid for name, pid in pids(before).items() if name != "memkeeper" and pid != active}
+        kill_supervisor(node)
+        for pid in dead.values():
+            os.kill(pid, signal.SIGKILL)
+        start_again(node)
+        node.healthy()
+        node.until(lambda status: status["nursery"][0]["state"] == "running")
+        after = pids(node.status())
+        assert node.engine("active")["pid"] == active
+        assert after["memkeeper"] == before["memkeeper"]["pid"]
+        assert not set(after.values()) & set(dead.values())
+        assert node.status()["gateway"]["listen"] == before["gateway"]["listen"]
+        assert node.answer() == expected
+
+
+def test_without_its_keeper_a_worker_serves_on_and_its_shadow_still_has_the_blocks(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        undisturbed = texts(ask_all(node, tokens=300))
+        answers = ask_all(node, 10, 300)
+        before = pids(node.status())
+        kill_supervisor(node)
+        os.kill(before["memkeeper"], signal.SIGKILL)
+        start_again(node)
+        node.until(lambda status: status["memkeeper"]["state"] == "running")
+        after = pids(node.status())
+        assert {name for name in after if after[name] != before[name]} == {"memkeeper"}
+        os.kill(node.engine("active")["pid"], signal.SIGKILL)
+        assert texts(answers) == undisturbed
+        node.until(lambda _: any(one["refill_ms"] for one in node.recoveries()))
+        [recovery] = node.recoveries()
+        assert (recovery["kind"], recovery["blocks_dropped"]) == ("shadow", 0)
+        assert recovery["blocks_kept"] > 0
+
+
+def test_a_start_that_was_cut_short_is_finished_with_the_engine_that_was_loading(folder: Path) -> None:
+    with running(folder, worker(args={"step_s": 0.01, "load_s": 1.5})) as node:
+        found = node.until(lambda status: any(e["state"] == "loading" for w in status["workers"] for e in w["engines"]))
+        [engine] = found["workers"][0]["engines"]
+        kill_supervisor(node)
+        start_again(node)
+        node.until(lambda status: status["workers"][0]["state"] in ("healthy", "degraded"))
+        assert node.engine("active")["pid"] == engine["pid"]
+        assert node.answer()
+
+
+def test_a_stop_that_was_cut_short_is_undone_by_a_start(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        expected = node.answer()
+        answer = node.ask(tokens=400)
+        answer.reached(10)
+        node.process.terminate()  # waits for the stream
+        node.until(lambda status: status["node"]["state"] == "stopping")
+        kill_supervisor(node)
+        start_again(node)
+        assert answer.done.wait(WAIT_S)
+        assert not answer.error
+        node.until(lambda status: status["gateway"]["state"] == "running" and status["gateway"]["pid"] is not None)
+        node.healthy()
+        assert node.answer() == expected
+
+
+def test_what_runs_goes_on_as_it_was_started_though_the_config_has_changed(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        before = pids(node.status())
+        config = json.loads(node.config.read_text())
+        config["workers"][0]["shadows"] = 2
+        config["workers"][0]["env"]["API_TOKEN"] = "do-not-show"
+        node.config.write_text(json.dumps(config))
+        kill_supervisor(node)
+        start_again(node)
+        assert pids(node.status()) == before
+        assert node.status()["workers"][0]["shadows"] == 1
+        said = node.output.read_text()
+        assert "workers.chat.env.API_TOKEN, workers.chat.shadows" in said
+        assert f"shadowsup reload {node.config}" in said
+        assert "do-not-show" not in said
+
+
+def test_p28_an_adoption_that_fails_leaves_all_as_it_was_and_the_next_one_succeeds(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        before = pids(node.status())
+        kill_supervisor(node)
+        os.kill(before["gateway"], signal.SIGKILL)
+        spec = node.runtime / "gateway.json"
+        spec.unlink()
+        spec.mkdir()  # where it cannot be written, no gateway comes up
+        failed = node.start()
+        assert failed.wait(WAIT_S) == 1
+        assert "serves on" in node.output.read_text()
+        alive = {name for name, pid in before.items() if psutil.pid_exists(pid)}
+        assert alive == before.keys() - {"gateway"}
+        spec.rmdir()
+        start_again(node)
+        node.healthy()
+        after = pids(node.status())
+        assert {name for name in after if after[name] != before[name]} == {"gateway"}
+
+
+def test_p28_records_that_cannot_be_read_stop_the_start_and_nothing_else(folder: Path) -> None:
+    with running(folder) as node:
+        node.healthy()
+        before = pids(node.status())
+        kill_supervisor(node)
+        plan = node.runtime / "plan.json"
+        content = plan.read_bytes()
+        plan.write_bytes(content[: len(content) // 2])
+        failed = node.start()
+        assert failed.wait(WAIT_S) == 1
+        assert "cannot be adopted" in node.output.read_text()
+        plan.write_bytes(content)
+        start_again(node)
+        assert pids(node.status()) == before
+
+
+def test_a_command_goes_on_with_its_port_and_is_not_probed_again(folder: Path) -> None:
+    command = {
+        "name": "web",
+        "engine": "command",
+        "command": [sys.executable, "-m", "http.server", "{port}", "--bind", "127.0.0.1"],
+        "ready": {"http": "/"},
+    }
+    with running(folder, command) as node:
+        first = node.worker_is("healthy", "web")
+        kill_supervisor(node)
+        start_again(node)
+        second = node.worker_is("healthy", "web")
+        assert (second["upstream"], second["epoch"], second["engines"][0]["pid"]) == (
+            first["upstream"],
+            first["epoch"],
+            first["engines"][0]["pid"],
+        )
+        os.kill(second["engines"][0]["pid"], signal.SIGKILL)
+        node.until(lambda status: status["workers"][0]["state"] == "healthy" and status["workers"][0]["epoch"] == first["epoch"] + 1)
