@@ -17,7 +17,7 @@ from shadowsup.supervisor.bench.tables import Table, milliseconds, setting, tabl
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("failover", "failover-4-streams", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor")
-GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2")
+GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_neighbours-h200-x2")
 """Names of the files, without their ending."""
 
 SMALL_KV_OF_TOKEN = 2 * 30 * 3 * 64 * 4
@@ -142,6 +142,15 @@ def _gpu_notes(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
             f"Steady decoding, {plan['streams']} streams, {plan['rounds']} rounds in turns: {medians['node']:,.0f} tokens/s on a node "
             f"({spread['node']}), {medians['plain']:,.0f} without ({spread['plain']}); with shadowsup {steady['ratio']:.1%} of without."
         )
+    for name, where in (("neighbours", "on one GPU"), ("two-gpus", "each on a GPU of its own")):
+        for section in by_name.get(name, ()):
+            result = section["2 workers"]
+            quiet, other, resumed = result["undisturbed_gap_ms"], result["other_gap_ms"], result["killed_resumed_ms"]
+            notes.append(
+                f"Two workers {where}, {result['streams']} streams each, {result['kills']} kills of the first one's engine: "
+                f"the second one's streams pause {milliseconds(other['max'])} at most ({milliseconds(quiet['max'])} undisturbed), "
+                f"the first one's next token comes after {milliseconds(resumed['p50'])}; {len(result['wrong'])} wrong."
+            )
     memory = [section["memory"] for section in often if "memory" in section]
     if memory:
         parked = ", ".join(dict.fromkeys(f"{one['shadow'] / 1e9:.2f} GB" for one in memory))

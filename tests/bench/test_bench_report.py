@@ -153,7 +153,7 @@ def test_the_block_of_the_gpu_is_checked_too(
     (tmp_path / "benchmarks/results").mkdir(parents=True)
     readme = tmp_path / "README.md"
     readme.write_text(f"<!-- results -->\n<!-- /results -->\n{GPU_MARKERS}after\n")
-    for name, document in zip(report.GPU_ORDER, on_a_gpu, strict=True):
+    for name, document in zip(report.GPU_ORDER, on_a_gpu, strict=False):  # of some there are no results here
         (tmp_path / f"benchmarks/results/{name}.json").write_text(json.dumps(document))
     assert report.main(["--check"], tmp_path) == 1
     assert report.main([], tmp_path) == 0
