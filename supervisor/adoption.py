@@ -200,7 +200,7 @@ def named(entry: Entry) -> str:
 
 def end_tree(entry: Entry, timeout_s: float = SWEEP_S) -> bool:
     """SIGKILL to what is left of a process and its children; wait for it. Blocking. Returns whether all of it is gone."""
-    killed = kill_tree(tag=entry.tag, pgid=entry.pgid, leader=entry.identity)
+    killed = kill_tree(tag=entry.tag, pgid=entry.pgid, leader=entry.identity, cgroup=entry.cgroup)
     try:
         poller = select.poll()
         left = {member.pidfd for member in killed.members}

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from shadowsup.errors import ShadowsupError
+from shadowsup.supervisor.cgroup import NodeCgroup
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.nursery_client import NurseryClient
 from shadowsup.supervisor.paths import NodePaths, write_private
@@ -53,6 +54,8 @@ class Host:
     scribe: ScribeClient
     registry: Registry
     spawn_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    cgroup: NodeCgroup | None = None
+    """Where engines have control groups of their own; None: they have none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,10 @@ class EngineProcess:
         except OSError as error:
             self._tell(m.SpawnFailed(self.id, how, error.strerror or str(error), "see `shadowsup doctor`"))
             return
+        cgroup = self._host.cgroup.engine(self.id) if self._host.cgroup is not None else None
         data = {"how": how.value, "refill": str(int(refill)), "spawned_s": f"{time.monotonic():.3f}", **self._launch.data}
+        if cgroup is not None:
+            data["cgroup"] = str(cgroup.path)
         entry = Entry(identity=child.identity, what="engine", engine=self.id, tag=self._tag, pgid=child.pid, data=data)
         try:
             self._host.registry.record(entry)
@@ -122,6 +128,9 @@ class EngineProcess:
         self._nice = refill and child.renice(REFILL_NICE)
         self._tell(m.Spawned(self.id, child.pid))
         self._watch(child, entry)
+        if cgroup is not None:
+            # Moving waits for every processor, tens of ms: not on the loop. What it forks before is found by the other rules.
+            await asyncio.to_thread(cgroup.add, child.pid)
 
     def adopt(self, entry: Entry) -> None:
         """Watch the processes that another supervisor started. Nothing is told but what happens from now on.
@@ -154,7 +163,7 @@ class EngineProcess:
         """Callbacks after `Spawned`: what they tell must come after it. Nothing can have been missed, they run on the loop's next turn."""
         self._child = child
         self._entry = entry
-        self._tree = Tree(tag=self._tag, leader=child.identity, pgid=child.pid)
+        self._tree = Tree(tag=self._tag, leader=child.identity, pgid=child.pid, cgroup=entry.cgroup)
         child.on_lifeline_eof = self._eof
         child.on_exit = self._exited
         child.on_status = lambda _: self._status.set()
@@ -307,11 +316,14 @@ class EngineProcess:
                 await asyncio.sleep(RETRY_LOOK_S)
         self._frozen = True
         output = await self._last_words(child)
-        self._tell(m.Gone(self.id, child.returncode, output))
+        oom = tree.cgroup is not None and bool(tree.cgroup.oom_kills())
+        self._tell(m.Gone(self.id, child.returncode, output, oom=oom))
         # After the fence only, and not on its way: files in /dev/shm that no living process uses.
         removed = await asyncio.to_thread(unlink_shm, killed.shm)
         if removed:
             log.info("%s: removed %s", self.id, ", ".join(map(str, removed)))
+        if tree.cgroup is not None:
+            await asyncio.to_thread(tree.cgroup.remove)
 
     async def _last_words(self, child: Child | Ended) -> tuple[str, ...]:
         if child.returncode is None:

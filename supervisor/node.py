@@ -22,7 +22,19 @@ import zmq
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.supervisor import adoption, device_memory, figures, node_record, node_setup, replan, status, verbs, voice
+from shadowsup.supervisor import (
+    adoption,
+    cgroup,
+    device_memory,
+    figures,
+    gpu_holders,
+    node_record,
+    node_setup,
+    replan,
+    status,
+    verbs,
+    voice,
+)
 from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
@@ -131,13 +143,15 @@ class Node:
         self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery
         client = ScribeClient(paths.scribe)
         self.part_host = PartHost(paths=paths, journal=self.journal, registry=self.registry, scribe=client, run_task=self.run_task)
+        instance = secrets.token_hex(4) if found is None else found.record.instance
         self.host = Host(
             node=config.node.name,
-            instance=secrets.token_hex(4) if found is None else found.record.instance,
+            instance=instance,
             paths=paths,
             scribe=client,
             registry=self.registry,
             spawn_task=self.run_task,
+            cgroup=cgroup.find(config.node.name, instance),
         )
         self._reaper = Reaper()
 
@@ -210,6 +224,8 @@ class Node:
         else:
             plans = replan.replan(config, self.paths, self.host.scribe, found.record)
         self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
+        if self.gpus and found is None:
+            await self._name_gpu_holders()
         self._report(f"listening on {self.listen}")
         self.scribe = ScribePart(self.part_host)
         self._begin(self.scribe)
@@ -293,6 +309,14 @@ class Node:
         except SupervisorError as error:
             words = [error.message, await self._last_words(part.name)]
             raise SupervisorError("\n".join(filter(None, words)), f"its output is in {self.paths.log(part.name)}") from None
+
+    async def _name_gpu_holders(self) -> None:
+        """Say who else uses this node's GPUs, before anything of it does."""
+        used = {uuid for worker in self.config.workers for uuid in (*worker.gpus, *worker.spares)}
+        wanted = [gpu for gpu in self.gpus if gpu["uuid"] in used or str(gpu["index"]) in used] or self.gpus
+        for line in (await asyncio.to_thread(gpu_holders.look, wanted)).lines():
+            self._report(f"warning: {line}")
+            self.journal.add("gpu.held", line, level="warning")
 
     async def _last_words(self, stream: str) -> str:
         try:

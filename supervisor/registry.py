@@ -36,6 +36,11 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     data: dict[str, str] = {}
     """What an adopting supervisor needs besides: paths of sockets and spec."""
 
+    @property
+    def cgroup(self) -> Path | None:
+        """The folder of its control group, where it has one."""
+        return Path(self.data["cgroup"]) if self.data.get("cgroup") else None
+
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """How far a worker has come, for a supervisor that goes on with it. ``cold_start_s`` 0.0: never measured."""

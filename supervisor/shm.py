@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowsup.supervisor.holders import links_of, pids
+from shadowsup.supervisor.proc_reads import bounded_reads, hanging
 
 FOLDER = "/dev/shm/"
 _DELETED = " (deleted)"
@@ -31,12 +32,7 @@ def shm_of(of: Iterable[int]) -> set[ShmFile]:
 
     Processes that are gone or another user's count for nothing.
     """
-    paths: set[str] = set()
-    for pid in of:
-        try:
-            paths |= _paths_of(pid)
-        except PermissionError:
-            continue
+    paths = set().union(*_paths_by_pid(of).values())
     return {file for file in map(_identify, paths) if file is not None}
 
 
@@ -47,12 +43,10 @@ def unlink_shm(files: Collection[ShmFile]) -> list[Path]:
     """
     if not files:
         return []
-    in_use: set[str] = set()
-    for pid in pids():
-        try:
-            in_use |= _paths_of(pid)
-        except PermissionError:
-            continue
+    used = _paths_by_pid(list(pids()))
+    if hanging():
+        return []  # a process that hangs in the kernel cannot be asked what it uses
+    in_use = set().union(*used.values())
     removed = []
     for file in files:
         if str(file.path) in in_use or _identify(str(file.path)) != file:
@@ -63,6 +57,18 @@ def unlink_shm(files: Collection[ShmFile]) -> list[Path]:
             continue
         removed.append(file.path)
     return sorted(removed)
+
+
+def _paths_by_pid(of: Iterable[int]) -> dict[int, set[str]]:
+    """Return pid → files, without those that are gone, another user's, or hang in the kernel."""
+    return {pid: paths for (_, pid), paths in bounded_reads((("shm", pid) for pid in of), lambda key: _paths_or_none(key[1])).items()}
+
+
+def _paths_or_none(pid: int) -> set[str]:
+    try:
+        return _paths_of(pid)
+    except PermissionError:
+        return set()
 
 
 def _paths_of(pid: int) -> set[str]:

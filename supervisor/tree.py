@@ -3,6 +3,7 @@
 A process belongs to an engine when one of these holds, and it started no earlier than the engine's leader:
 
 - it is the leader, or was seen as a member before (same pid *and* start time);
+- it is in the engine's control group, where it has one (`shadowsup.supervisor.cgroup`);
 - its environment has the engine's tag (`TAG_NAME`), which exec'd programs inherit through any number of forks and sessions;
 - it is in the leader's process group or session, and the number is still theirs: Linux does not hand out a pid that names a group,
   so while no *other* process has the leader's pid, its group is its group, whether the leader lives or not;
@@ -10,7 +11,7 @@ A process belongs to an engine when one of these holds, and it started no earlie
 
 An engine forked by a nursery shows the nursery's environment in /proc (fork keeps it), so for that engine the tag finds only what it
 exec'd; what it forked and detached is known from `Tree.observe`, or is a stray child of the subreaper
-(`shadowsup.supervisor.subreaper`). Every rule is a line in `Tree._find`; a cgroup would be one more.
+(`shadowsup.supervisor.subreaper`). Every rule is a line in `Tree._find`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from shadowsup.supervisor import identity as ids
+from shadowsup.supervisor.cgroup import Cgroup
 from shadowsup.supervisor.holders import pids
 from shadowsup.supervisor.identity import Identity, Stat
+from shadowsup.supervisor.proc_reads import bounded_reads
 from shadowsup.supervisor.shm import ShmFile, shm_of, unlink_shm
 
 __all__ = ["FENCE_TIMEOUT_S", "TAG_NAME", "Killed", "Member", "ShmFile", "Tree", "kill_tree", "shm_of", "tag", "unlink_shm"]
@@ -47,7 +51,7 @@ def tag(node: str, engine: str, instance: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One process of a tree. ``pidfd`` belongs to the `Killed` it is in. ``why``: ``leader|seen|tag|group|session|descendant``."""
+    """One process of a tree. ``pidfd`` belongs to the `Killed` it is in. ``why``: ``leader|seen|cgroup|tag|group|session|descendant``."""
 
     identity: Identity
     pidfd: int
@@ -68,13 +72,15 @@ class Tree:
         leader: its first process.
         pgid: its process group; only a group that the leader leads counts (another one would not be the engine's own).
         spare: leaders of other trees below this one (a nursery's engines): they, their sessions and their children are left alone.
+        cgroup: the folder of the control group that only its processes are in.
     """
 
-    def __init__(self, *, tag: str, leader: Identity, pgid: int, spare: Collection[Identity] = ()) -> None:
+    def __init__(self, *, tag: str, leader: Identity, pgid: int, spare: Collection[Identity] = (), cgroup: Path | None = None) -> None:
         self.leader = leader
         self._tag = f"{TAG_NAME}={tag}".encode() if tag else b""
         self._group = pgid if pgid == leader.pid else 0
         self._spare = frozenset(spare)
+        self.cgroup = Cgroup(cgroup) if cgroup is not None else None
         self._seen: set[Identity] = {leader}
         self.shm: set[ShmFile] = set()
         """Files in /dev/shm that members had open or mapped when they were looked at."""
@@ -121,6 +127,8 @@ class Tree:
                 if member is not None:
                     signalled[identity] = member
                     new = True
+            if number == signal.SIGKILL and self.cgroup is not None:
+                self.cgroup.kill()  # also who is being forked just now
             if not new:
                 return True
             if time.monotonic() > deadline:
@@ -137,19 +145,26 @@ class Tree:
             if not stat.dead and pid not in untouchable and pid not in spared and stat.session not in spared
         }
         group = self._group if self._group_is_ours() else 0
+        grouped = self.cgroup.pids() if self.cgroup is not None else frozenset()
         found: dict[int, tuple[Stat, str]] = {}
+        unknown: dict[int, Identity] = {}
         for pid, stat in candidates.items():
             identity = _identity(stat)
             if identity == self.leader:
                 found[pid] = (stat, "leader")
             elif identity in self._seen:
                 found[pid] = (stat, "seen")
+            elif pid in grouped:
+                found[pid] = (stat, "cgroup")
             elif group and stat.pgid == group:
                 found[pid] = (stat, "group")
             elif group and stat.session == group:
                 found[pid] = (stat, "session")
-            elif self._tag and _has_variable(pid, self._tag):
-                found[pid] = (stat, "tag")
+            elif self._tag:
+                unknown[pid] = identity
+        for pid, variables in _environs(unknown).items():
+            if self._tag in variables:
+                found[pid] = (candidates[pid], "tag")
         grown = True
         while grown:
             children = {
@@ -208,9 +223,9 @@ class Killed:
             os.close(member.pidfd)
 
 
-def kill_tree(*, tag: str, pgid: int, leader: Identity, spare: Collection[Identity] = ()) -> Killed:
+def kill_tree(*, tag: str, pgid: int, leader: Identity, spare: Collection[Identity] = (), cgroup: Path | None = None) -> Killed:
     """Note the tree's /dev/shm files and kill it: `Tree.observe` and `Tree.kill` in one. Blocking."""
-    tree = Tree(tag=tag, leader=leader, pgid=pgid, spare=spare)
+    tree = Tree(tag=tag, leader=leader, pgid=pgid, spare=spare, cgroup=cgroup)
     tree.observe()
     return tree.kill()
 
@@ -218,12 +233,11 @@ def kill_tree(*, tag: str, pgid: int, leader: Identity, spare: Collection[Identi
 def tagged(prefix: str) -> Iterable[tuple[Identity, str]]:
     """Yield every living process whose tag starts with ``prefix`` (``NODE/``), with its tag: for `doctor` and after an adoption."""
     start = f"{TAG_NAME}={prefix}".encode()
-    for stat in _table(0).values():
-        if stat.dead or stat.pid == os.getpid():
-            continue
-        for variable in _environ(stat.pid):
+    table = {stat.pid: _identity(stat) for stat in _table(0).values() if not stat.dead and stat.pid != os.getpid()}
+    for pid, variables in _environs(table).items():
+        for variable in variables:
             if variable.startswith(start):
-                yield _identity(stat), variable.partition(b"=")[2].decode(errors="replace")
+                yield table[pid], variable.partition(b"=")[2].decode(errors="replace")
                 break
 
 
@@ -267,13 +281,15 @@ def _untouchable() -> set[int]:
     return found
 
 
-def _environ(pid: int) -> list[bytes]:
+def _environs(processes: Mapping[int, Identity]) -> dict[int, list[bytes]]:
+    """Return the environment of each process that lets it be read (one that hangs in the kernel may not)."""
+    by_identity = {identity: pid for pid, identity in processes.items()}
+    return {by_identity[identity]: found for identity, found in bounded_reads(by_identity, _environ).items()}
+
+
+def _environ(identity: Identity) -> list[bytes]:
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
+        with open(f"/proc/{identity.pid}/environ", "rb") as file:
             return file.read().split(b"\0")
     except OSError:  # gone, or another user's: then it carries no tag of ours
         return []
-
-
-def _has_variable(pid: int, variable: bytes) -> bool:
-    return variable in _environ(pid)

@@ -63,7 +63,8 @@ def _end(group: Sequence[Entry], everyone: Sequence[Entry], say: Callable[[str],
         others = [entry.identity for entry in everyone]
         trees = []
         for entry in group:
-            tree = Tree(tag=entry.tag, leader=entry.identity, pgid=entry.pgid, spare=[other for other in others if other != entry.identity])
+            spare = [other for other in others if other != entry.identity]
+            tree = Tree(tag=entry.tag, leader=entry.identity, pgid=entry.pgid, spare=spare, cgroup=entry.cgroup)
             tree.observe()
             trees.append(tree)
         for entry in group:
@@ -77,6 +78,8 @@ def _end(group: Sequence[Entry], everyone: Sequence[Entry], say: Callable[[str],
                 stuck = [str(member) for member in killed.members if member.pidfd in left]
             finally:
                 killed.close()
+            if not stuck and tree.cgroup is not None:
+                tree.cgroup.remove()
             if stuck:
                 raise SupervisorError(
                     f"{_named(entry)} cannot be killed: {', '.join(stuck)}",

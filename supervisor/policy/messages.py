@@ -72,6 +72,8 @@ class Gone:
     engine: str
     status: int | None = None
     output: tuple[str, ...] = ()
+    oom: bool = False
+    """The kernel counted an OOM kill in its control group."""
 
 
 @dataclass(frozen=True)
