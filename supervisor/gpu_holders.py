@@ -77,7 +77,7 @@ def look(
     *,
     run: Run = run_bounded,
     device: str = DEVICE,
-    driver: Path | None = None,
+    driver: Path = Path("/proc/driver/nvidia/gpus"),
 ) -> Found:
     """Look who holds ``gpus`` (``uuid``, ``index``, ``name`` of each). Blocking, at most some seconds.
 
