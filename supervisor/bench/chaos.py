@@ -74,6 +74,7 @@ class Outcome:
     after: dict[str, dict[str, int]] = field(default_factory=dict)
     memory: set[str] = field(default_factory=set)
     """What its processes held when it was told to stop."""
+    cgroups: set[Path] = field(default_factory=set)
     left: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -135,6 +136,7 @@ async def measure(
             "memory": sorted(leaks.memory() & outcome.memory),
             "shared_memory": leaks.left_shared_memory(shm),
             "files": leaks.files(folder),
+            "cgroups": sorted(str(path) for path in outcome.cgroups if path.exists()),
         }
         document = machine.document("chaos", load_before, summary(outcome, plan, describe(content, worker.name)))
         keep = keep and failed(document)
@@ -179,6 +181,7 @@ async def _on(node: Node, worker: str, model: str, block_tokens: int, plan: Plan
             outcome.seconds = time.monotonic() - began_s
             outcome.recoveries = list(run.recoveries.values())
             outcome.memory = leaks.memory(leaks.processes(node.folder))
+            outcome.cgroups = leaks.cgroups(leaks.processes(node.folder))
             await _make_stoppable(node)
         if outcome.stuck is None:
             outcome.after = await _figures(run)

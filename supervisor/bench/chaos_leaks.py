@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Set
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import psutil
 
+from shadowsup.supervisor.cgroup import own_group
 from shadowsup.supervisor.shm import shm_of
 
 FOLDER = Path("/dev/shm")
@@ -55,6 +56,21 @@ def memory(pids: Iterable[int] | None = None) -> set[str]:
                     found.add(f"{status.st_dev}:{status.st_ino} {name}")
             except OSError:
                 continue
+    return found
+
+
+def cgroups(pids: Iterable[int]) -> set[Path]:
+    """Return the folders of the control groups (v2) that these processes are in and that a node made."""
+    ours = own_group()
+    if ours is None:
+        return set()
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+                engine = PurePosixPath(line.removeprefix("0::"))
+                if line.startswith("0::") and engine.parent.name.startswith("shadowsup-"):
+                    found |= {ours / engine.parent.name / engine.name, ours / engine.parent.name}
     return found
 
 
