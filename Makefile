@@ -6,7 +6,7 @@ CONFIG ?= configs/node.yaml
 TORCH ?= 2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: start test check lint types unit venv clean
+.PHONY: start test check lint types unit docs venv clean
 
 start: $(VENV)/.engine
 	$(BIN)/shadowsup start $(CONFIG)
@@ -24,6 +24,9 @@ types: $(VENV)/.test
 
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+docs: $(VENV)/.test
+	$(BIN)/sphinx-build -W --keep-going docs docs/_build
 
 venv: $(VENV)/.test
 
@@ -47,4 +50,4 @@ $(VENV)/.test: $(VENV)/.engine pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

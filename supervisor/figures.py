@@ -31,10 +31,15 @@ async def publish(node: Node, tally: Tally) -> None:
     while True:
         if turn % LOGS_EVERY == 0:
             await _ask_scribe(node, tally)
-        if node.gateway is not None and node.gateway.beat is not None:
-            node.beats.send(GATEWAY, NodeFigures(data=wire.encode(figures(node, tally))))
+        send(node, tally)
         turn += 1
         await asyncio.sleep(wire.INTERVAL_S)
+
+
+def send(node: Node, tally: Tally) -> None:
+    """Send the figures of this instant, if there is a gateway to take them."""
+    if node.gateway is not None and node.gateway.beat is not None:
+        node.beats.send(GATEWAY, NodeFigures(data=wire.encode(figures(node, tally))))
 
 
 async def _ask_scribe(node: Node, tally: Tally) -> None:

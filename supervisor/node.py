@@ -400,6 +400,7 @@ class Node:
             first = self.gateway is not None and self.gateway.take_beat(report)
             if first and not self._adopting:
                 self._routes.publish()
+                figures.send(self, self._tally)
             return first
         if isinstance(report, SensorBeat):
             if self.sensor is None or not self.sensor.owns(report):

@@ -197,6 +197,21 @@ def test_what_is_not_there_is_found(exposed: Samples) -> None:
             promql.read(bad)
 
 
+def test_the_documents_name_what_is_there(exposed: Samples) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    for line in text.splitlines():
+        if not line.startswith("| `shadowsup_"):
+            continue
+        names, labels, _ = (cell.strip() for cell in line.strip("| ").split("|", 2))
+        wanted = set(re.findall(r"`(\w+)`", labels))
+        there: set[str] = set()
+        for name in re.findall(r"`(\w+)`", names):
+            found = exposed.get(name) or exposed.get(f"{name}_count")
+            assert found, name
+            there |= {label for sample in found for label in sample}
+        assert wanted <= there, line
+
+
 def test_the_dashboards_variables_are_there(exposed: Samples) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     for variable in dashboard["templating"]["list"]:
