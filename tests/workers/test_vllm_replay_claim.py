@@ -1,0 +1,95 @@
+"""What the gateway writes for an engine is what the plugin in it reads, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shadowsup.supervisor.gateway import held_request
+from shadowsup.workers.vllm.replay import claim as claims
+from shadowsup.workers.vllm.replay.claim import BadClaim, Seen
+from shadowsup.workers.vllm.replay.parsers import merged
+
+
+def written(replay: held_request.Replay | None) -> dict[str, Any]:
+    import json
+
+    body = {"model": "m", "messages": [], "stream": True, "vllm_xargs": {"mine": 1}}
+    xargs: dict[str, Any] = json.loads(held_request.Asked(True, body, b"").written_for("r~1", 7, replay))["vllm_xargs"]
+    return xargs
+
+
+def test_the_two_ends_agree() -> None:
+    fresh = claims.of(written(None))
+    assert fresh is not None and (fresh.request, fresh.epoch, fresh.output) == ("r~1", 7, [])
+    assert claims.rest(written(None)) == {"mine": 1}
+    replay = held_request.Replay(array("I", [1, 2**31]), array("I", [5, 6, 7]), array("I", [1, 2]))
+    extra = written(replay)
+    claim = claims.of(extra)
+    assert claim is not None and (claim.prompt, claim.output, claim.pieces) == ([1, 2**31], [5, 6, 7], [1, 2])
+    rest = claims.rest(extra)
+    assert set(rest) == {"mine", claims.OUTPUT}
+    assert claims.output_of(SimpleNamespace(extra_args=rest)) == [5, 6, 7]
+    for nothing in (None, {}, {"mine": 1}):
+        assert claims.of(nothing) is None and claims.output_of(SimpleNamespace(extra_args=nothing)) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {claims.EPOCH: "1"},
+        {claims.REQUEST: 3},
+        {claims.OUTPUT: "AAA"},
+        {claims.OUTPUT: "AAAAAAA="},
+        {claims.PIECES: ""},
+        {claims.PROMPT: ""},
+        {claims.OUTPUT: [1]},
+    ],
+)
+def test_what_is_no_claim_is_refused(change: dict[str, Any]) -> None:
+    extra = written(held_request.Replay(array("I", [1]), array("I", [5]), array("I", [1])))
+    with pytest.raises(BadClaim):
+        claims.of(extra | change)
+
+
+def test_a_second_one_of_the_same_epoch_is_refused() -> None:
+    seen, claim = Seen(), claims.of(written(None))
+    assert claim is not None and seen.first(claim) and not seen.first(claim)
+    later = claims.of(written(None) | {claims.EPOCH: 8})
+    assert later is not None and seen.first(later)
+
+
+class Message(SimpleNamespace):
+    """Looks like vLLM's DeltaMessage."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**({"content": None, "reasoning": None, "tool_calls": None} | fields))
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        return {name for name, value in vars(self).items() if value is not None}
+
+
+def call(index: int, arguments: str | None, name: str | None = None, call_id: str | None = None) -> SimpleNamespace:
+    return SimpleNamespace(index=index, id=call_id, function=SimpleNamespace(name=name, arguments=arguments))
+
+
+def test_what_a_parser_says_of_the_pieces_is_said_at_once() -> None:
+    told = None
+    for more in (
+        None,
+        Message(reasoning="th"),
+        Message(reasoning="ink", content="a"),
+        None,
+        Message(content="b"),
+        Message(tool_calls=[call(0, None, "f", "id0")]),
+        Message(tool_calls=[call(0, '{"x"')]),
+        Message(tool_calls=[call(0, ": 1}"), call(1, "{}", "g", "id1")]),
+    ):
+        told = merged(told, more)
+    assert (told.reasoning, told.content) == ("think", "ab")
+    got = [(c.index, c.id, c.function.name, c.function.arguments) for c in told.tool_calls]
+    assert got == [(0, "id0", "f", '{"x": 1}'), (1, "id1", "g", "{}")]

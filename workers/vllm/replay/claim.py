@@ -1,0 +1,95 @@
+"""What the gateway writes into a request's extra arguments (``vllm_xargs``). Imports neither vLLM nor torch.
+
+The names are told in `shadowsup.supervisor.gateway.held_request`, which writes them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "shadowsup_"
+REQUEST, EPOCH, PROMPT, OUTPUT, PIECES = (PREFIX + name for name in ("request", "epoch", "prompt", "output", "pieces"))
+
+MOST_SEEN = 65536
+"""Requests that are remembered, to refuse a second one of the same id and epoch."""
+
+
+class BadClaim(ValueError):
+    """Raised when the extra arguments are not what the gateway writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One request's."""
+
+    request: str
+    epoch: int
+    prompt: list[int]
+    output: list[int]
+    pieces: list[int]
+    """Sizes, in ids, of the events in which ``output`` was delivered."""
+
+
+def of(extra: Mapping[str, Any] | None) -> Claim | None:
+    """Return what the gateway claims; None: nothing.
+
+    Raises:
+        BadClaim: it is not what the gateway writes.
+    """
+    if not extra or REQUEST not in extra:
+        return None
+    request, epoch = extra[REQUEST], extra.get(EPOCH)
+    if not isinstance(request, str) or not isinstance(epoch, int):
+        raise BadClaim(f"{REQUEST} must be a string and {EPOCH} a number")
+    prompt, output, pieces = (_unpacked(extra, key) for key in (PROMPT, OUTPUT, PIECES))
+    if sum(pieces) != len(output) or bool(output) > bool(prompt):
+        raise BadClaim(f"{OUTPUT} has {len(output)} ids, {PIECES} has {sum(pieces)}, {PROMPT} has {len(prompt)}")
+    return Claim(request, epoch, prompt, output, pieces)
+
+
+def output_of(sampling_params: Any) -> list[int]:
+    """Return the ids that a request begins with, as `rest` leaves them: all that EngineCore and the model runner need."""
+    extra = getattr(sampling_params, "extra_args", None)
+    return _unpacked(extra, OUTPUT) if extra and OUTPUT in extra else []
+
+
+def rest(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the extra arguments as they go on to EngineCore: the client's, and the output that a replay begins with."""
+    return {key: value for key, value in extra.items() if not key.startswith(PREFIX) or (key == OUTPUT and value)}
+
+
+class Seen:
+    """Refuses a (request, epoch) that was there before."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def first(self, claim: Claim) -> bool:
+        """Return whether it is the first, and remember it."""
+        key = (claim.request, claim.epoch)
+        if key in self._seen:
+            return False
+        self._seen[key] = None
+        if len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+        return True
+
+
+def _unpacked(extra: Mapping[str, Any], key: str) -> list[int]:
+    """Return ids that are written as base64 of little-endian u32."""
+    text = extra.get(key, "")
+    try:
+        data = base64.b64decode(text, validate=True)
+        ids = array("I", data)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise BadClaim(f"{key} is not base64 of 32-bit numbers: {error}") from None
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tolist()
