@@ -81,6 +81,7 @@ def test_an_id_that_names_none_or_the_same_or_a_divided_gpu_is_refused(ids: list
 
 
 def test_a_short_id_that_fits_two_gpus_is_refused() -> None:
+    """P23."""
     twins = (GpuIdentity(0, A), GpuIdentity(1, A.replace("1111", "1112")))
     with pytest.raises(ValueError, match="is ambiguous"):
         resolve(["GPU-8f6d1c2a"], twins)

@@ -69,6 +69,7 @@ def test_the_message_has_file_line_column_and_a_hint(tmp_path: Path) -> None:
 
 
 def test_a_duplicate_key_is_told_with_the_first_place(worker_problems: Problems) -> None:
+    """P25."""
     [problem] = worker_problems("shadows: 1\nshadows: 2")
     assert (problem.line, problem.column) == (7, 5)
     assert "the first is at line 6, column 5" in problem.message
@@ -120,6 +121,7 @@ def test_a_missing_key_is_told_at_what_lacks_it(problems: Problems) -> None:
 
 
 def test_every_tab_is_told_and_what_follows_is_still_checked(problems: Problems) -> None:
+    """P25."""
     text = "version: 1\nnode:\n\tname: demo\n\tgroop: x\nworkers:\n  - name:\tchat\n    engine: transformers\n    model: x\n"
     assert places(problems(text)) == [(3, 1), (4, 1), (4, 2), (6, 10)]
 

@@ -263,6 +263,7 @@ BAD = [
 
 
 async def test_a_bad_or_unsupported_parameter_is_a_400_that_names_it(node: Node) -> None:
+    """P38."""
     await node.serving()
     for change, param in BAD:
         response = await node.post(CHAT | change)

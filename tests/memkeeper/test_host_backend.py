@@ -37,6 +37,7 @@ def test_sealing_is_final_and_may_be_repeated() -> None:
 
 
 def test_it_refuses_what_exceeds_what_is_available_before_it_takes_any() -> None:
+    """P21: what is there now decides, never a change of it."""
     backend = HostBackend()
     for ask in (backend.require, lambda size, device: backend.allocate(size, "shadowsup-test", device)):
         with pytest.raises(OutOfMemory, match="MemAvailable"):

@@ -79,6 +79,7 @@ def test_a_publisher_that_dies_before_it_creates_anything_is_replaced(keeper: Ke
 
 
 def test_one_reader_that_leaves_frees_nothing_for_the_other(keeper: KeeperProcess, engine: Engine) -> None:
+    """P33."""
     set_id = publish(engine("chat.1"), b"kept")
     reader = engine_process(keeper.path, "chat.2", "assert keeper.get_weights(MODEL)\nsay('reading')")
     assert said(reader) == "reading"

@@ -162,6 +162,7 @@ async def test_lanes_lost_are_a_warning_in_the_status(world: World) -> None:
 
 
 async def test_an_nvml_that_hangs_is_killed_and_replaced_and_the_readings_are_said_to_be_old(world: World) -> None:
+    """P30."""
     world.sensor.start()
     first = await world.next()
     world.nvml(then="hang")
@@ -180,6 +181,7 @@ async def test_an_nvml_that_hangs_is_killed_and_replaced_and_the_readings_are_sa
 
 
 async def test_an_nvml_that_crashes_takes_only_the_sensor_with_it(world: World) -> None:
+    """P30."""
     world.sensor.start()
     first = await world.next()
     world.nvml(then="crash")

@@ -100,6 +100,7 @@ def test_a_lost_gpu_does_not_hide_the_others() -> None:
 
 
 def test_an_index_a_uuid_and_its_beginning_mean_the_same_gpu() -> None:
+    """P23."""
     assert uuids("0") == uuids(A) == uuids(A.lower()) == uuids("GPU-aaaaaaaa-0") == [A]
 
 

@@ -513,6 +513,7 @@ def test_a_stop_while_an_engine_loads_and_before_it_has_a_pid_leaves_nothing() -
 
 
 def test_stop_goes_from_order_to_signal_to_kill_and_says_so() -> None:
+    """P22."""
     w = world(shadows=0, stop_timeout_s=8.0, obeys=False)
     w.serve()
     w.tell(m.StopWorker())

@@ -56,7 +56,7 @@ def test_same_pid_with_another_start_or_boot_is_a_stranger() -> None:
 
 
 def test_pidfd_of_a_dying_process_is_an_fd_or_gone_never_an_error() -> None:
-    """Two thousand processes are opened by pid while they die and are reaped by the kernel behind our back."""
+    """P09: Two thousand processes are opened by pid while they die and are reaped by the kernel behind our back."""
     # Ignored SIGCHLD: the kernel reaps at once, so the open meets every stage of dying.
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     opened = gone = 0

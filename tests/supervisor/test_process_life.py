@@ -259,6 +259,7 @@ async def test_group_kill_spares_a_process_of_another_group() -> None:
 
 
 async def test_stop_escalates_to_sigkill_and_says_so() -> None:
+    """P22."""
     read, write = os.pipe()
     code = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.write(1, b'x'); time.sleep(60)"
     child = Child.spawn(python(code, stdout=write))

@@ -104,6 +104,7 @@ async def kill(tree: Tree) -> tuple[set[int], tuple[trees.Member, ...], bool]:
 
 
 async def test_children_go_with_a_leader_that_was_killed_before(start) -> None:  # type: ignore[no-untyped-def]
+    """P01."""
     engine = await start("say('leader')\nfor n in range(3):\n    if os.fork() == 0:\n        say(f'child{n}'); rest()\nrest()")
     await engine.hear("leader", "child0", "child1", "child2")
     engine.child.signal(signal.SIGKILL)
@@ -167,6 +168,7 @@ async def test_members_that_are_gone_are_not_remembered_for_ever(start) -> None:
 
 
 async def test_strangers_and_siblings_survive(start) -> None:  # type: ignore[no-untyped-def]
+    """P10."""
     engine = await start("say('leader')\nif os.fork() == 0: say('child'); rest()\nrest()")
     sibling = await start("say('leader'); rest()")
     longer = await start("say('leader'); rest()", tag=f"{engine.tag}0")
@@ -235,6 +237,7 @@ while True:
 
 
 async def test_member_that_cannot_be_killed_is_named_after_the_deadline(start, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """P06."""
     engine = await start("say('leader'); rest()")
     await engine.hear("leader")
     # A D state cannot be had for the asking: signal 0 stands in for a SIGKILL that does not arrive.
@@ -248,7 +251,7 @@ async def test_member_that_cannot_be_killed_is_named_after_the_deadline(start, m
 
 
 async def test_one_call_kills_and_notes_shared_memory(start) -> None:  # type: ignore[no-untyped-def]
-    """Fifty named segments and semaphores of a killed tree are removed, a file that a stranger has open is not."""
+    """P31: Fifty named segments and semaphores of a killed tree are removed, a file that a stranger has open is not."""
     name = f"shadowsup-test-{os.getpid()}"
     code = f"""
 from multiprocessing import shared_memory, resource_tracker

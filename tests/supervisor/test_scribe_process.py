@@ -207,6 +207,7 @@ async def test_pipe_opened_without_a_scribe_is_handed_over_later(node: Node) -> 
 
 
 async def test_removed_log_file_comes_back_with_the_next_line(node: Node) -> None:
+    """P16."""
     write = await node.client.open("chat.1", source="chat.1", path=node.log("chat"))
     os.write(write, b"before\n")
     await node.client.tail("chat.1")
@@ -221,6 +222,7 @@ async def test_removed_log_file_comes_back_with_the_next_line(node: Node) -> Non
 
 
 async def test_full_disk_blocks_nobody_and_is_counted(node: Node) -> None:
+    """P16."""
     child = await node.print("chat.1", "head", "-c", "3000000", "/dev/zero", log=Path("/dev/full"))
     assert await child.wait() == 0
     assert await node.ended.get() == "chat.1"
@@ -234,7 +236,7 @@ async def test_full_disk_blocks_nobody_and_is_counted(node: Node) -> None:
 
 
 async def test_disk_that_hangs_blocks_nobody_and_is_counted(node: Node, tmp_path: Path) -> None:
-    """A FIFO without a reader stands in for it: the open does not return."""
+    """P16: A FIFO without a reader stands in for it: the open does not return."""
     fifo = tmp_path / "hung.log"
     os.mkfifo(fifo)
     child = await node.print("chat.1", "head", "-c", "30000000", "/dev/zero", log=fifo)
@@ -253,6 +255,7 @@ async def test_disk_that_hangs_blocks_nobody_and_is_counted(node: Node, tmp_path
 
 
 async def test_flood_starves_neither_other_streams_nor_memory(node: Node) -> None:
+    """P18."""
     scribe = node.children[0]
     flood = await node.print("chat.1", "yes", max_size=1 << 20, keep=2)
     write = await node.client.open("quiet.1", source="quiet.1", path=node.log("quiet"))

@@ -69,6 +69,7 @@ def test_every_interface_includes_ipv6() -> None:
 
 
 def test_taken_port_names_pid_command_and_user_of_its_holder() -> None:
+    """P24."""
     code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code, "stranger"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -116,6 +117,7 @@ def test_forbidden_port_says_from_where_on_it_is_allowed(monkeypatch: pytest.Mon
 
 
 def test_of_eight_starts_at_once_exactly_one_wins() -> None:
+    """P24."""
     port = free_port()
     code = f"""
 import sys

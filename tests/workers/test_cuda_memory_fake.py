@@ -185,6 +185,7 @@ def test_scratch_is_mapped_few_times_and_stays_small(gib: int) -> None:
 
 
 def test_a_resting_arena_costs_nothing_and_its_promotion_takes_nothing_away() -> None:
+    """P36."""
     mapper = FakeMapper(segments={10: 256 * MIB})
     arena = CudaArena(256 * MIB, DEVICE, mapper)
     arena.map_scratch()
@@ -298,6 +299,7 @@ def test_memory_of_another_device_is_refused_with_both_names() -> None:
 
 
 def test_a_handle_of_an_earlier_run_is_stale() -> None:
+    """P32."""
     with pytest.raises(StaleHandle, match="weights-3-1 is of generation 3, only 4 and newer are still good"):
         check_manifest(handle(1, GRANULARITY, generation=3).manifest, DEVICE, generation=4)
     check_manifest(handle(1, GRANULARITY, generation=4).manifest, DEVICE, generation=4)

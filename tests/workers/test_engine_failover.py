@@ -92,7 +92,7 @@ def test_three_deaths_in_a_row_without_a_fence_between_them(
 def test_scrambled_bytes_under_a_kept_index_change_the_output(
     hosts: Hosts, undisturbed: dict[str, tuple[list[int], str, str | None]]
 ) -> None:
-    """Negative control: the continuation really comes from the kept bytes."""
+    """P37: Negative control: the continuation really comes from the kept bytes."""
     first, shadow = hosts.start(tiny_spec(1, blocks=96)), hosts.start(tiny_spec(2, blocks=96))
     first.promote(1)
     first.submit(REQUESTS[0])

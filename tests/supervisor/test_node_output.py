@@ -1,0 +1,110 @@
+"""What engines print, and how they end, in a whole node: neither holds up a failover or a stop."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from node_world import FakeNode, running, worker
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Flood:
+    """Writes to a process's output as fast as it is taken."""
+
+    def __init__(self, pid: int) -> None:
+        self.written = 0
+        self._fd = os.open(f"/proc/{pid}/fd/1", os.O_WRONLY)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        chunk = b"y" * 62 + b"\n"
+        while not self._stop.is_set():
+            self.written += os.write(self._fd, chunk * 1000)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        os.close(self._fd)
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_p18_a_flood_of_output_costs_no_memory_no_heartbeat_and_no_failover(tmp_path: Path) -> None:
+    with running(tmp_path, worker(logs={"max_size": "1MiB", "keep": 1})) as node:
+        node.healthy()
+        text = node.answer()
+        scribe = node.status()["scribe"]["pid"]
+        before = resident(scribe)
+        flood = Flood(node.engine("active")["pid"])
+        try:
+            answer = node.ask()
+            answer.reached(10)
+            # Through the control socket: what is measured is that the supervisor hears, decides and answers meanwhile.
+            assert node.engine("active")["heartbeat_age_s"] < 2.0
+            victim = node.engine("active")["pid"]
+            os.kill(victim, 9)
+            assert answer.done.wait(60.0)
+        finally:
+            flood.stop()
+        assert answer.text == text
+        assert not answer.error
+        assert flood.written > 10_000_000
+        assert resident(scribe) < before + 64_000_000
+        node.healthy()
+        assert [recovery["kind"] for recovery in node.recoveries()] == ["shadow"]
+        logs = list((node.state / "logs").glob("chat.log*"))
+        assert sum(path.stat().st_size for path in logs) < 3_000_000
+        assert len(logs) == 2
+
+
+SLOW = """
+import signal, sys, time, http.server
+def leave(*_):
+    print("cleaning up the device", flush=True)
+    time.sleep(float(sys.argv[2]))
+    print("clean", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+def slow(seconds: float, timeout: str) -> dict[str, object]:
+    command = [sys.executable, "-c", SLOW, "{port}", str(seconds)]
+    ends = {"signal": "TERM", "timeout": timeout}
+    return {"name": "server", "engine": "command", "command": command, "ready": {"http": "/"}, "stop": ends}
+
+
+def stopped(node: FakeNode) -> list[str]:
+    node.worker_is("healthy", "server")
+    node.call("stop", worker="server")
+    node.worker_is("stopped", "server")
+    return (node.state / "logs" / "server.log").read_text().splitlines()
+
+
+def test_p22_an_engine_that_needs_long_to_leave_gets_the_time_that_was_configured(tmp_path: Path) -> None:
+    with running(tmp_path, slow(1.0, "30s")) as node:
+        lines = stopped(node)
+        assert lines[-1].endswith("| clean")
+        assert node.events("engine.killed") == []
+
+
+def test_p22_one_that_takes_longer_is_killed_and_that_is_said(tmp_path: Path) -> None:
+    with running(tmp_path, slow(3600.0, "1s")) as node:
+        lines = stopped(node)
+        assert lines[-1].endswith("| cleaning up the device")
+        said = [event["message"] for event in node.call("events")["events"]]
+        assert any("SIGKILL" in message for message in said), said
