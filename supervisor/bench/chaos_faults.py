@@ -34,6 +34,8 @@ class Kind(str, enum.Enum):
     NURSERY = "nursery"
     NURSERY_ACTIVE = "nursery+active"
     SPARE = "spare"
+    COLD = "nursery+spare+active"
+    """Nobody is left to fork a successor."""
     SCRIBE = "scribe"
     SENSOR = "sensor"
 
