@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ import msgspec
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.cgroup import NodeCgroup
+from shadowsup.supervisor.devices import environment
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.nursery_client import NurseryClient
+from shadowsup.supervisor.oom import OomCounter
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import How
@@ -56,6 +58,7 @@ class Host:
     spawn_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
     cgroup: NodeCgroup | None = None
     """Where engines have control groups of their own; None: they have none."""
+    oom: OomCounter = field(default_factory=OomCounter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,18 @@ class Launch:
     log_keep: int = 5
     data: Mapping[str, str] = field(default_factory=dict)
     """Goes into the list of processes, for a supervisor that adopts the engine."""
+
+
+def placed(launch: Launch, gpus: tuple[str, ...] | None, *, verify: bool) -> Launch:
+    """Return ``launch`` for other devices than the config's (None: for the same), where ``verify`` has it check every byte of weights."""
+    spec, env = launch.spec, dict(launch.env)
+    if gpus is not None:
+        env |= environment(gpus)
+        spec = msgspec.structs.replace(spec, gpus=gpus) if spec is not None else None
+    if verify and spec is not None:
+        spec = msgspec.structs.replace(spec, verify="full")
+    data = launch.data if gpus is None else {**launch.data, "gpus": ",".join(gpus)}
+    return replace(launch, env=env, spec=spec, data=data)
 
 
 class EngineProcess:
@@ -93,6 +108,7 @@ class EngineProcess:
         self._tether: Tether | None = None
         self._frozen = False
         self._nice = False
+        self._group: Path | None = None
         self._ending: asyncio.Task[None] | None = None
         self._status = asyncio.Event()
 
@@ -126,6 +142,7 @@ class EngineProcess:
             self._tell(m.SpawnFailed(self.id, how, error.message, error.hint))
             return
         self._nice = refill and child.renice(REFILL_NICE)
+        self._group = self._host.oom.watch(child.pid)
         self._tell(m.Spawned(self.id, child.pid))
         self._watch(child, entry)
         if cgroup is not None:
@@ -140,6 +157,7 @@ class EngineProcess:
         self._has_lifeline = False
         self._tag = entry.tag
         self._nice = entry.data.get("refill") == "1"
+        self._group = self._host.oom.watch(entry.identity.pid)
         child: Child | Ended
         try:
             child = Child.adopt(entry.identity, what=f"engine {self.id}")
@@ -316,7 +334,10 @@ class EngineProcess:
                 await asyncio.sleep(RETRY_LOOK_S)
         self._frozen = True
         output = await self._last_words(child)
-        oom = tree.cgroup is not None and bool(tree.cgroup.oom_kills())
+        if tree.cgroup is not None:
+            oom = bool(tree.cgroup.oom_kills())
+        else:  # it shares a group with others
+            oom = child.returncode in (-signal.SIGKILL, None) and self._host.oom.struck(self._group)
         self._tell(m.Gone(self.id, child.returncode, output, oom=oom))
         # After the fence only, and not on its way: files in /dev/shm that no living process uses.
         removed = await asyncio.to_thread(unlink_shm, killed.shm)

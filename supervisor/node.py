@@ -41,6 +41,7 @@ from shadowsup.supervisor.config import LoadedConfig, NodeConfig
 from shadowsup.supervisor.control import ControlServer, Reading
 from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
+from shadowsup.supervisor.gpu_desk import GpuDesk
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
 from shadowsup.supervisor.node_sensor import SensorPart, Troubles, learn_overheads
@@ -49,6 +50,7 @@ from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import NurseryState
+from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Registry
@@ -58,7 +60,7 @@ from shadowsup.supervisor.subreaper import Reaper
 from shadowsup.supervisor.tally import Tally
 from shadowsup.wire.engine import GatewayBeat, Report, Routes
 from shadowsup.wire.gateway import GatewaySpec
-from shadowsup.wire.sensor import GpuNews, SensorBeat
+from shadowsup.wire.sensor import SensorBeat
 
 PART_START_S = 30.0
 STOP_MARGIN_S = 30.0
@@ -139,6 +141,7 @@ class Node:
         reading = Reading(control=paths.control_ro, events=paths.events_ro, group=config.node.gid) if config.node.gid is not None else None
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self), reading=reading)
         self.journal.publish = self._published
+        self.desk = GpuDesk(self.gpus, self.workers, self.journal)
         self._tally = Tally()
         self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery
         client = ScribeClient(paths.scribe)
@@ -224,6 +227,7 @@ class Node:
         else:
             plans = replan.replan(config, self.paths, self.host.scribe, found.record)
         self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
+        self.desk.gpus = self.gpus
         if self.gpus and found is None:
             await self._name_gpu_holders()
         self._report(f"listening on {self.listen}")
@@ -242,7 +246,9 @@ class Node:
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
         self._begin(self.gateway)
         if self.gpus:
-            self.sensor = SensorPart(self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self._gpu_news)
+            self.sensor = SensorPart(
+                self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self.desk.news, self.desk.readings
+            )
             self._begin(self.sensor)
             self.run_task(self._watch_sensor(self.sensor))
         if plans.backend is not None:
@@ -266,7 +272,10 @@ class Node:
             self._report(f"memkeeper is running ({self.keeper.vault.backend if self.keeper.vault else '?'} memory)")
         for plan in plans.workers:
             part = self.nurseries[plan.nursery] if plan.nursery is not None else None
-            owner = WorkerOwner(plan.name, self, plan.policy(_nursery_state(part)), plan.recipe, part)
+            policy = plan.policy(_nursery_state(part))
+            if isinstance(policy, WorkerPolicy):
+                policy.spares_taken = self.desk.spares
+            owner = WorkerOwner(plan.name, self, policy, plan.recipe, part)
             self.workers[plan.name] = owner
             if found is None:
                 owner.put(m.RunWorker())
@@ -434,30 +443,13 @@ class Node:
 
     # --- what workers ask for ---------------------------------------------------------------------------------------------------
 
-    def quarantine(self, gpus: tuple[str, ...]) -> None:
+    def quarantine(self, gpus: tuple[str, ...], by: str, why: str) -> None:
         """Keep every worker off these GPUs."""
-        for gpu in self.gpus:
-            if gpu["uuid"] in gpus:
-                gpu["state"] = "quarantined"
-        for owner in self.workers.values():
-            owner.put(m.GpusQuarantined(frozenset(gpus)))
+        self.desk.quarantine(gpus, by, why)
 
-    # --- what a sensor tells ----------------------------------------------------------------------------------------------------
-
-    def gpu_notice(self, notice: m.GpuNotice) -> None:
-        """A GPU is in trouble: every worker that has it, as one of its own or as a spare, is told."""
-        for owner in self.workers.values():
-            owner.put(m.GpuWarned(notice))
-
-    def gpu_cleared(self, uuid: str, kind: m.GpuTrouble | None = None) -> None:
-        """That trouble is over."""
-        for owner in self.workers.values():
-            owner.put(m.GpuCleared(uuid, kind))
-
-    def gpu_used(self, uuid: str, util: float | None) -> None:
-        """Utilisation of a GPU, 0.0 to 1.0; None: unknown. Cheap: it may be called several times a second."""
-        for owner in self.workers.values():
-            owner.gpu_used(uuid, util)
+    def release(self, by: str) -> None:
+        """What kept GPUs out of use under this name is over."""
+        self.desk.release(by)
 
     def free_memory(self, worker: str) -> None:
         self.run_task(self._free(worker))
@@ -500,11 +492,6 @@ class Node:
             for uuid, size in learn_overheads(sensor, self.workers, self._overhead_keys, self._baselines, kept, self._overheads).items():
                 words = f"an engine takes {device_memory.gib(size)} of GPU {uuid} beside weights and KV"
                 self.journal.add("gpu.overhead", words, data={"gpu_uuid": uuid, "bytes": size})
-
-    def _gpu_news(self, news: GpuNews) -> None:
-        index = next((gpu["index"] for gpu in self.gpus if gpu["uuid"] == news.uuid), "?")
-        data = {"gpu_uuid": news.uuid, "number": news.number}
-        self.journal.add(f"gpu.{news.kind.value}", f"GPU {index} ({news.uuid}): {news.text}", level="warning", data=data)
 
     def _write_record(self) -> None:
         record = {

@@ -31,6 +31,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = ""
     revision: str | None = None
     gpus: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
     nursery: int | None = None
 
 

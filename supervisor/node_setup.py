@@ -146,13 +146,14 @@ class WorkerPlan:
     recipe: KeptRecipe | CommandRecipe
     gpus: tuple[str, ...] = ()
     nursery: int | None = None
+    spares: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.config.name
 
     def policy(self, nursery: NurseryState) -> WorkerPolicy | CommandPolicy:
-        wanted = settings(self.config, self.gpus)
+        wanted = settings(self.config, self.gpus, self.spares)
         return WorkerPolicy(wanted, nursery=nursery) if self.config.engine.keeps_memory else CommandPolicy(wanted)
 
 
@@ -211,6 +212,12 @@ async def plan(
         if config.memkeeper.backend is Backend.AUTO:
             made.backend = (Backend.CUDA if any(worker.gpus for worker in kept) else Backend.HOST).value
         sharing = [plan for plan in made.workers if plan.config.engine.keeps_memory and plan.gpus]
+        made.workers = [
+            dataclasses.replace(plan, spares=tuple(gpu.uuid for gpu in devices.resolve(plan.config.spares, inventory)))
+            if plan.config.spares and plan.gpus
+            else plan
+            for plan in made.workers
+        ]
         spares = [gpu.uuid for plan in sharing for gpu in devices.resolve(plan.config.spares, inventory)]
         made.keeper_gpus = tuple(dict.fromkeys([*(uuid for plan in sharing for uuid in plan.gpus), *spares]))
         _check_sharing(sharing, made.keeper_gpus)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from shadowsup.supervisor.beats import BeatRouter
-from shadowsup.supervisor.engine_process import EngineProcess, Host
+from shadowsup.supervisor.engine_process import EngineProcess, Host, placed
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.examine import look
 from shadowsup.supervisor.journal import Journal
@@ -41,7 +41,9 @@ class Surroundings(Protocol):
 
     def routes_changed(self) -> None: ...
 
-    def quarantine(self, gpus: tuple[str, ...]) -> None: ...
+    def quarantine(self, gpus: tuple[str, ...], by: str, why: str) -> None: ...
+
+    def release(self, by: str) -> None: ...
 
     def free_memory(self, worker: str) -> None: ...
 
@@ -124,7 +126,7 @@ class WorkerOwner:
     def gpu_used(self, uuid: str, util: float | None) -> None:
         """Take a GPU's utilisation. It is looked at when something else is judged; an event is only that there is no work any more."""
         policy = self.policy
-        if isinstance(policy, WorkerPolicy) and policy.loads.note(uuid, util, time.monotonic()) and uuid in policy.settings.gpus:
+        if isinstance(policy, WorkerPolicy) and policy.loads.note(uuid, util, time.monotonic()) and uuid in policy.gpus:
             self.put(m.Tick())
 
     def wish(self, event: m.WorkerEvent) -> None:
@@ -241,8 +243,10 @@ class WorkerOwner:
                     record = self.policy.engines.get(engine)
                     self.engines[engine].wants_tail = record is not None and not record.committed and record.stop is None
                     self.engines[engine].kill_tree()
-            case m.Quarantine(gpus=gpus):
-                self._node.quarantine(gpus)
+            case m.Quarantine(engine=by, gpus=gpus, why=why):
+                self._node.quarantine(gpus, by, why)
+            case m.Unquarantine(engine=by):
+                self._node.release(by)
             case m.Forget(engine=engine):
                 process = self.engines.pop(engine, None)
                 if process is not None:
@@ -259,6 +263,8 @@ class WorkerOwner:
     def _spawn(self, action: m.Spawn) -> None:
         try:
             launch = self.recipe.launch(action.engine, action.seq)
+            if action.gpus is not None or action.verify:
+                launch = placed(launch, action.gpus, verify=action.verify)
         except SupervisorError as error:
             self.put(m.SpawnFailed(action.engine, action.how, error.message, error.hint))
             return
@@ -293,7 +299,7 @@ class WorkerOwner:
             pid=process.pid if process is not None else None,
             epoch=action.epoch,
             data=action.data,
-            gpu_uuid=",".join(policy.settings.gpus) or None,
+            gpu_uuid=",".join(policy.gpus if isinstance(policy, WorkerPolicy) else policy.settings.gpus) or None,
             reason=policy.reason.partition("\n")[0] or None if action.event == "worker.state" else None,
         )
 
@@ -301,7 +307,7 @@ class WorkerOwner:
         recovery = action.recovery
         fresh = self._node.recoveries.note(recovery, done=action.done)
         if fresh:
-            planned = recovery.cause == PLANNED
+            planned = recovery.cause.startswith(PLANNED)
             text = f"{recovery.from_engine} is {'succeeded' if planned else 'lost'}: {recovery.cause}"
             level = "info" if planned else "warning"
             self._node.journal.add(

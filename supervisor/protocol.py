@@ -78,3 +78,9 @@ class Recovery(msgspec.Struct, kw_only=True):
     requests_resumed: int | None = None
     exit: str = ""
     """What the old leader's end says: ``signal 9``, ``status 1``, empty while unknown."""
+    fault: str = ""
+    """Class of the failure: a `shadowsup.wire.faults.Fault`; ``unknown`` until the end of the process tells."""
+    decision: str = ""
+    """What was done about it: a `shadowsup.supervisor.policy.severity.Decision`."""
+    evidence: dict[str, Any] = {}
+    """What the engine, its exit and the sensor said; for want of memory the batch, its lengths, and bytes by purpose."""

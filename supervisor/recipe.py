@@ -43,12 +43,13 @@ class Recipe(Protocol):
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None: ...
 
 
-def settings(config: WorkerConfig, gpus: tuple[str, ...] = ()) -> WorkerSettings:
+def settings(config: WorkerConfig, gpus: tuple[str, ...] = (), spares: tuple[str, ...] = ()) -> WorkerSettings:
     """Return what the policy must know of a worker."""
     return WorkerSettings(
         name=config.name,
         shadows=config.shadows if config.engine.keeps_memory else 0,
         gpus=gpus,
+        spares=spares,
         heartbeat_s=config.health.heartbeat,
         hang=HangLimits(floor_s=config.health.hang.floor, ceiling_s=config.health.hang.ceiling),
         startup_s=config.health.startup,

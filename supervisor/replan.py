@@ -20,7 +20,7 @@ def record(config: NodeConfig, plan: Plan, *, instance: str, config_path: str, l
     """Return what an adopting supervisor needs of ``plan``."""
     workers = {}
     for each in plan.workers:
-        workers[each.name] = WorkerRecord(gpus=each.gpus, nursery=each.nursery)
+        workers[each.name] = WorkerRecord(gpus=each.gpus, spares=each.spares, nursery=each.nursery)
         if isinstance(each.recipe, KeptRecipe):
             workers[each.name] = msgspec.structs.replace(workers[each.name], kind=each.recipe.kind, revision=each.recipe.revision)
     return NodeRecord(
@@ -64,7 +64,7 @@ def replan(config: NodeConfig, paths: NodePaths, scribe: ScribeClient, record: N
             recipe = KeptRecipe(worker, paths, node=node, kind=was.kind, model=model, revision=was.revision, gpus=was.gpus)
             if was.nursery is not None:
                 environments.setdefault(was.nursery, nursery_env(worker, recipe))
-        made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=was.gpus, nursery=was.nursery))
+        made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=was.gpus, spares=was.spares, nursery=was.nursery))
     for number, nursery in enumerate(record.nurseries):
         env = environments.get(number, {})
         made.nurseries.append(NurseryPlan(engine=nursery.engine, preload=nursery.preload, python=nursery.python, env=env))

@@ -35,6 +35,7 @@ def table(node: Node) -> dict[str, Verb]:
         owner = worker_of(node, arguments)
         if node.stopping:
             raise SupervisorError(f"node {node.config.node.name} is stopping", "start it again when it has stopped")
+        node.desk.forgive()  # the operator says that what failed is well again
         owner.wish(m.RestartWorker())
         return _taken(owner, "is being restarted: every engine is replaced")
 

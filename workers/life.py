@@ -10,12 +10,15 @@ hand things over and ring the step thread, and touch neither the engine nor the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shadowsup.errors import ShadowsupError
@@ -37,6 +40,7 @@ from shadowsup.wire.engine import (
     Release,
     Stop,
 )
+from shadowsup.wire.faults import Fault, fault_of
 from shadowsup.wire.link import Accepted, Hello, Rejected, Sampling, Submit, Token
 from shadowsup.workers import compiling, kept_kv, process, tether
 from shadowsup.workers.api import KvGeometry, Served
@@ -117,6 +121,8 @@ class Life:
         self._first_token_sent = False
         self._kv_counted_s = 0.0
         self._canary: Canary | None = None
+        self.loading: object = None
+        """The adapter, before it is parked."""
         self._before_compiling: tuple[Phase, float] | None = None
 
     # --- coming up -------------------------------------------------------------------------------------------------------------
@@ -484,4 +490,30 @@ class Life:
             message, hint = f"{type(error).__name__}: {error}", "the engine's log has the traceback"
             log.error("cannot go on (%s): %s", self.stage, message, exc_info=error)
         fatal = exit_code(error) is ExitCode.FATAL
-        self._heart.report(Failed(engine=self.spec.engine, stage=self.stage, message=message, hint=hint, fatal=fatal))
+        fault = Fault.LEDGER_LOST if exit_code(error) is ExitCode.LEDGER_LOST else fault_of(error)
+        evidence: dict[str, object] = {"error": f"{type(error).__module__}.{type(error).__name__}"}
+        if fault in (Fault.CUDA_OOM, Fault.HOST_OOM):
+            evidence |= self._account()
+        self._heart.report(
+            Failed(
+                engine=self.spec.engine,
+                stage=self.stage,
+                message=message,
+                hint=hint,
+                fatal=fatal,
+                fault=fault.value,
+                evidence=evidence,
+            )
+        )
+
+    def _account(self) -> dict[str, object]:
+        """Return what the engine did, and what memory was for what."""
+        account = getattr(getattr(self, "_engine", None) or self.loading, "account", None)
+        try:
+            found: dict[str, object] = account() if account is not None else {}
+        except Exception as error:  # it is in trouble: what it cannot tell any more is left out
+            log.warning("the engine cannot tell what its memory is for: %s", error)
+            found = {}
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found["process_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return found

@@ -60,6 +60,7 @@ class EngineProcess:
         store = life.connect()
         engine = (self._factory or registry.factory(spec.kind))()
         life.open["engine"] = engine.close
+        life.loading = engine
         engine.load(spec, store, life.progress)
         life.hold(engine.geometry(), store.fingerprint)
         return engine

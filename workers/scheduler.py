@@ -74,6 +74,10 @@ class Scheduler:
         wanted = sum(request.pending for request in self._running) + sum(request.total for request in self._waiting)
         return min(wanted, self._limits.max_batch_tokens)
 
+    def lengths(self) -> list[int]:
+        """Return the tokens of every request that runs, oldest first."""
+        return [request.total for request in self._running]
+
     def add(self, request: Request) -> None:
         """Queue ``request``. One that is complete already (replayed to its end) only gets its last events."""
         text = request.read(request.output) if request.output else ""

@@ -227,6 +227,11 @@ class FakeEngine:
     def kv_counts(self) -> KvCounts | None:
         return self._scheduler.pool.counts() if self._scheduler is not None else None
 
+    def account(self) -> dict[str, object]:
+        """See `shadowsup.workers.api`."""
+        lengths = self._scheduler.lengths() if self._scheduler is not None else []
+        return {"batch": len(lengths), "lengths": lengths, "memory": {"kv": self.geometry().size}}
+
     def close(self) -> None:
         if hasattr(self, "_memory"):
             self._memory.release()

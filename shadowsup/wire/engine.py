@@ -192,6 +192,10 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     message: str
     hint: str = ""
     fatal: bool = False
+    fault: str = ""
+    """A `shadowsup.wire.faults.Fault`, as the engine classifies its own error."""
+    evidence: dict[str, object] = {}
+    """What it was doing: type of the error; for want of memory the batch, the lengths, and bytes by purpose."""
 
 
 class GatewayBeat(msgspec.Struct, frozen=True, kw_only=True, tag="gateway_beat"):
@@ -259,6 +263,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
 
 
+class Death(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine died while it served. ``fault``: a `shadowsup.wire.faults.Fault`; ``own``: of its own making, None: not known yet."""
+
+    epoch: int
+    engine: str
+    fault: str
+    own: bool | None
+
+
 class WorkerRoute(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     served_name: str
@@ -275,6 +288,10 @@ class WorkerRoute(msgspec.Struct, frozen=True, kw_only=True):
     give_up_after_s: float
     reason: str = ""
     """Why the worker does not serve, for the client's error."""
+    deaths: tuple[Death, ...] = ()
+    """Of engines that served, within the worker's restart window, oldest first."""
+    admits: bool = True
+    """False: new requests wait; those that run go on, so that the engine can be replaced when they are done."""
     metrics: str = ""
     """``http`` only: path of the server's own Prometheus metrics, passed on with a ``worker`` label. Empty: it has none."""
 

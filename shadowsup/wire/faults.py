@@ -109,6 +109,14 @@ _OOM_TYPES = frozenset({"OutOfMemoryError"})
 """torch.OutOfMemoryError; torch.cuda's is the same class."""
 
 
+def known_fault(name: str) -> Fault:
+    """Return the fault of this name; what another version calls by a name of its own is an exception."""
+    try:
+        return Fault(name) if name else Fault.EXCEPTION
+    except ValueError:
+        return Fault.EXCEPTION
+
+
 def fault_of_text(text: str) -> Fault | None:
     """Return what an error's text says of CUDA; None: nothing."""
     lower = text.lower()

@@ -54,7 +54,9 @@ def render(found: list[dict[str, Any]]) -> str:
         Column("AT"),
         Column("WORKER", shrink=True),
         Column("KIND"),
+        *((Column("CLASS"),) if wide else ()),
         Column("CAUSE", shrink=True),
+        *((Column("DECISION", shrink=True),) if wide else ()),
         *(Column("TOKEN" if step == "first_token" else step.upper(), right=True) for step in steps),
         *((Column("KEPT", right=True), Column("RESUMED", right=True)) if wide else ()),
     ]
@@ -63,7 +65,9 @@ def render(found: list[dict[str, Any]]) -> str:
             clock(recovery.get("ts")),
             recovery.get("worker"),
             recovery.get("kind"),
-            recovery.get("cause"),
+            *((recovery.get("fault") or "-",) if wide else ()),
+            recovery.get("cause") if wide or not recovery.get("fault") else f"{recovery['fault']}: {recovery.get('cause')}",
+            *((recovery.get("decision") or "-",) if wide else ()),
             *(milliseconds(recovery.get(f"{step}_ms")) for step in steps),
             *((count(recovery.get("blocks_kept")), count(recovery.get("requests_resumed"))) if wide else ()),
         )
@@ -76,6 +80,9 @@ def timeline(recovery: dict[str, Any]) -> str:
     """Return one recovery with its steps below each other: ``promote 8.2 ms``."""
     lines = [f"{recovery.get('worker')}: {recovery.get('from_engine')} → {recovery.get('to_engine') or 'none yet'}, {recovery.get('kind')}"]
     lines[0] += f", epoch {recovery.get('epoch')} ({recovery.get('cause')})"
+    if recovery.get("fault"):
+        lines.append(f"  {recovery['fault']}: {recovery.get('decision') or 'nothing was decided'}")
+    lines += [f"  {name}: {_told(value)}" for name, value in (recovery.get("evidence") or {}).items() if name != "message"]
     for step, meaning in _STEPS.items():
         value = recovery.get(f"{step}_ms")
         if value is not None:
@@ -85,6 +92,12 @@ def timeline(recovery: dict[str, Any]) -> str:
     facts += [f"{count(dropped)} dropped"] if dropped else []
     facts += [f"{plural(int(resumed), 'request')} resumed"] if resumed is not None else []
     return "\n".join([*lines, *([f"  {', '.join(facts)}"] if facts else [])])
+
+
+def _told(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_told(each)}" for name, each in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def clock(ts: object) -> str:

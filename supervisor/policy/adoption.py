@@ -104,6 +104,7 @@ def _record(engine: m.FoundEngine, claim: int, now_s: float) -> EngineRecord:
         pid=engine.pid,
         epoch=claim,
         revision=engine.revision,
+        gpus=engine.gpus,
     )
     beat = engine.beat
     if beat is None and claim:

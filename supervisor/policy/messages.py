@@ -94,9 +94,10 @@ class NurseryChanged:
 
 @dataclass(frozen=True)
 class GpusQuarantined:
-    """A process that cannot be killed holds these GPUs (UUIDs): nothing may be started or promoted onto them."""
+    """These GPUs (UUIDs) are out of use: nothing may be started or promoted onto them."""
 
     gpus: frozenset[str]
+    why: str = "a process that cannot be killed holds it"
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,8 @@ class FoundEngine:
     """How far its end had been pushed."""
     revision: str = ""
     """Of the settings it was started with; empty: not recorded."""
+    gpus: tuple[str, ...] | None = None
+    """Spares that it was started on; None: on what the config says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +311,10 @@ class Spawn:
     """Of the settings to start it with."""
     beside: bool = False
     """Engines with other settings may hold other KV, which stays good."""
+    gpus: tuple[str, ...] | None = None
+    """Where, if not where its settings say."""
+    verify: bool = False
+    """Every byte of kept weights is to be checked: the device has had errors."""
 
 
 @dataclass(frozen=True)
@@ -340,10 +347,18 @@ class KillTree:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """The engine cannot be killed: its GPUs are out of use, for every worker of the node."""
+    """These GPUs are out of use, for every worker of the node. ``engine``: the one that cannot be killed, or what else is the reason."""
 
     engine: str
     gpus: tuple[str, ...]
+    why: str = "a process that cannot be killed holds it"
+
+
+@dataclass(frozen=True)
+class Unquarantine:
+    """The reason of this name is gone. GPUs that no other one keeps out of use come back."""
+
+    engine: str
 
 
 @dataclass(frozen=True)
@@ -391,5 +406,17 @@ class PublishRoutes:
 
 
 WorkerAction = (
-    Spawn | Send | Examine | Signal | KillTree | Quarantine | Forget | Announce | Record | FreeMemory | TidyMemory | PublishRoutes
+    Spawn
+    | Send
+    | Examine
+    | Signal
+    | KillTree
+    | Quarantine
+    | Unquarantine
+    | Forget
+    | Announce
+    | Record
+    | FreeMemory
+    | TidyMemory
+    | PublishRoutes
 )

@@ -90,6 +90,8 @@ class WorkerSettings:
     name: str
     shadows: int = 1
     gpus: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
+    """GPUs to move to, in this order."""
     heartbeat_s: float = 0.2
     hang: HangLimits = field(default_factory=HangLimits)
     startup_s: float = 600.0
@@ -169,6 +171,12 @@ class EngineRecord:
     verdict_s: float | None = None
     cause: str = ""
     fault: Fault = Fault.UNKNOWN
+    decision: str = ""
+    """What was decided for it; see `severity`."""
+    evidence: dict[str, object] = field(default_factory=dict)
+    """What its own report and its end say, for the record of the recovery."""
+    gpus: tuple[str, ...] | None = None
+    """Where it was started; None: where the config says."""
     sign_s: float | None = None
     """When it last did what it should have, where the last beat is not it."""
     killed_s: float | None = None

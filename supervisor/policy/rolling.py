@@ -21,15 +21,15 @@ from shadowsup.supervisor.policy.model import (
     NurseryState,
     WorkerSettings,
 )
+from shadowsup.supervisor.policy.placing import Placing
 from shadowsup.supervisor.policy.rollout import RollOut, Stage, Way
-from shadowsup.supervisor.policy.watch import Watch
 from shadowsup.wire.engine import EngineState
 
 PROVE_S = REFILL_DELAY_S
 """A successor that has no request and is still there after this long has proved what it can."""
 
 
-class Rolling(Watch, ABC):
+class Rolling(Placing, ABC):
     """What a roll-out adds to the policy of one worker."""
 
     # --- orders -----------------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Rolling(Watch, ABC):
             rollout.way, rollout.origin_down = Way.FRESH, self.down_reason
             self._enter(Stage.READY)
             return
-        stuck = sorted(self.quarantined & set(rollout.target.gpus))
+        stuck = sorted(self.quarantined & set(self.placed(rollout.target)))
         if stuck:
             self._fail(f"GPU {', '.join(stuck)} is quarantined: a process that cannot be killed holds it", now_s)
             return
@@ -346,9 +346,6 @@ class Rolling(Watch, ABC):
 
     @abstractmethod
     def _spawn(self, now_s: float, *, refill: bool, settings: WorkerSettings | None = None) -> None: ...
-
-    @abstractmethod
-    def _release(self, active: EngineRecord, now_s: float) -> None: ...
 
     @abstractmethod
     def _push_ends(self, now_s: float) -> None: ...

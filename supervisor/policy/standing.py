@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import History
 from shadowsup.supervisor.policy.gpus import GpuLoads
@@ -10,9 +12,12 @@ from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.rollout import RollOut
 from shadowsup.supervisor.policy.succession import Succession
 from shadowsup.supervisor.policy.timeline import Timeline
-from shadowsup.wire.engine import EngineState
+from shadowsup.wire.engine import Death, EngineState
 
 NEVER_S = float("inf")
+
+GpuKey = tuple[str, m.GpuTrouble, int]
+"""What makes a notice the same as another."""
 
 
 class Standing:
@@ -38,6 +43,26 @@ class Standing:
         """By revision of the settings: other settings make other steps."""
         self.loads = GpuLoads()
         self._canaries = 0
+        self.quarantined_why: dict[str, str] = {}
+        self.moved: dict[str, str] = {}
+        """Configured GPU → the spare that stands for it."""
+        self.spares_taken: dict[str, str] = {}
+        """Spare → the worker that is on it; shared by the workers of a node."""
+        self.paused_s: float | None = None
+        """Since when no new requests are admitted, so that those that run can finish; None: they are."""
+        self._warnings: dict[GpuKey, tuple[float, m.GpuNotice]] = {}
+        """Trouble that lasts, and since when."""
+        self._handled: set[GpuKey] = set()
+        """Warnings that have been answered with a hand-over."""
+        self._doubted: dict[str, float] = {}
+        """GPU → when it said that memory had an error."""
+        self._reloads: deque[float] = deque()
+        self._evidence: deque[tuple[float, str, m.GpuNotice]] = deque(maxlen=64)
+        self._deaths: deque[tuple[float, Death]] = deque(maxlen=32)
+        self._planned_why = ""
+        self._verify = False
+        """The next engine makes sure of its weights."""
+        self._down_by_quarantine = False
         self._fork_trusted = True
         self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)

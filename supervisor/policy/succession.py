@@ -36,6 +36,7 @@ class Succession:
         self._kv_known = True
         """False from the order to take a fresh set until it was confirmed: the keeper may still hand out the old one."""
         self._newest_set = 0
+        self._distrusted = False
         self._names: dict[int, str] = {}
         """The keeper's ids of sets, as their owners and parked engines with other settings tell them."""
         self._sound: set[int] = set()
@@ -58,6 +59,10 @@ class Succession:
         """The active engine was stopped by order; there is no failover."""
         self.active = None
 
+    def distrust(self) -> None:
+        """What is in the set in use may be wrong: the next owner takes a fresh one."""
+        self._distrusted = True
+
     def kv_set_of_newcomer(self) -> int:
         return self._kv_set if self._kv_known else -1
 
@@ -67,7 +72,8 @@ class Succession:
         return self._kv_known
 
     def abandon_memory(self) -> None:
-        """The worker's memory was freed: what comes next has a set of its own."""
+        """The worker's memory was freed, or is left: what comes next has a set of its own."""
+        self._distrusted = False
         self._fresh_set()
         self._kv_known = True
 
@@ -150,7 +156,8 @@ class Succession:
             give_up_s = max(e.verdict_s or 0.0 for e in unfrozen) + FREEZE_BOUND_S
             if now_s < give_up_s:
                 return give_up_s
-        keep = not unfrozen and candidate.kv_set == kv_set
+        keep = not unfrozen and candidate.kv_set == kv_set and not self._distrusted
+        self._distrusted = False
         if self._claimed == self.epoch:
             self.epoch += 1
         self._claimed = self.epoch

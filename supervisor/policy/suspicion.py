@@ -22,7 +22,7 @@ MOST_DOUBTS = 5
 """On a machine where every tick is late somebody must be right in the end."""
 
 _BUSY = 0.5
-"""Of the time between two looks: ran, or waited for a processor, that much."""
+"""Of the time between two looks: ran or waited for a processor that much."""
 _FAIR_SHARE = 0.25
 """Of the processor time it wanted: who got more was slow for a reason of its own."""
 _GIL_BOUNDS = 4.0
@@ -100,7 +100,7 @@ class Suspicion:
         ran_s, waited_s = second.ran_s - first.ran_s, second.waited_s - first.waited_s
         if waited_s >= _BUSY * span_s and ran_s < _FAIR_SHARE * (ran_s + waited_s):
             return Explanation.STARVED
-        return Explanation.RUNNING if ran_s >= _BUSY * span_s else Explanation.ASLEEP
+        return Explanation.RUNNING if ran_s + waited_s >= _BUSY * span_s else Explanation.ASLEEP
 
 
 def patience_s(finding: Finding, why: Explanation, ceiling_s: float) -> float:

@@ -17,12 +17,13 @@ class Timeline:
     ``recovery`` is what is shown and stored; ``n`` and ``ts`` are given by whoever numbers the recoveries of the node.
     """
 
-    def __init__(self, worker: str, old: EngineRecord, epoch: int, now_s: float, *, wants_refill: bool) -> None:
+    def __init__(self, worker: str, old: EngineRecord, epoch: int, now_s: float, *, wants_refill: bool, gpus: tuple[str, ...] = ()) -> None:
         self.verdict_s = now_s
         self.served = False
         """The successor has sent a token, or has been active long enough that there is plainly nothing to send."""
         self.old = old.id
         self._wants_refill = wants_refill
+        self._gpus = gpus
         self.fenced = False
         self.refilled = not wants_refill
         sign_s = old.sign_s or old.vitals.last_sign_s()
@@ -35,8 +36,15 @@ class Timeline:
             epoch=epoch,
             from_engine=old.id,
             detect_ms=_ms(now_s - sign_s) if sign_s else None,
-            exit=old.exit,
         )
+        self.learn(old)
+
+    def learn(self, old: EngineRecord) -> None:
+        """Take what is known now of the end of the lost engine."""
+        self.recovery.exit = old.exit
+        self.recovery.fault = old.fault.value
+        self.recovery.decision = old.decision
+        self.recovery.evidence = dict(old.evidence)
 
     @property
     def done(self) -> bool:
@@ -46,9 +54,11 @@ class Timeline:
         if self.recovery.freeze_ms is None:
             self.recovery.freeze_ms = _ms(now_s - self.verdict_s)
 
-    def ordered(self, successor: EngineRecord, epoch: int) -> None:
+    def ordered(self, successor: EngineRecord, epoch: int, gpus: tuple[str, ...] = ()) -> None:
         """A successor was chosen. A later rung of the same failover replaces the figures of an earlier one."""
-        if successor.parked_s is not None and successor.parked_s < self.verdict_s:
+        if gpus != self._gpus:
+            kind = RecoveryKind.SPARE
+        elif successor.parked_s is not None and successor.parked_s < self.verdict_s:
             kind = RecoveryKind.SHADOW
         else:
             kind = RecoveryKind.RESPAWN if successor.how.value == "nursery" else RecoveryKind.COLD

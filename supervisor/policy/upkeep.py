@@ -26,6 +26,7 @@ from shadowsup.supervisor.policy.rolling import Rolling
 from shadowsup.supervisor.policy.standing import NEVER_S
 from shadowsup.wire import engine as w
 from shadowsup.wire.engine import EngineState, Role
+from shadowsup.wire.faults import Fault
 
 
 class Upkeep(Rolling, ABC):
@@ -43,6 +44,7 @@ class Upkeep(Rolling, ABC):
         self._start_service(now_s)
         self._drain_active(now_s)
         self._fence(now_s)
+        self._wind_down(now_s)
         self._refill(now_s)
         self._close_when_done(now_s)
         if self._roll_out(now_s):
@@ -56,16 +58,17 @@ class Upkeep(Rolling, ABC):
         for engine in list(self.engines.values()):
             if engine.dying:
                 continue
-            cause, due_s = self._judge(engine, now_s)
-            if cause is not None and now_s < self._judge_from_s:
-                cause, due_s = None, self._judge_from_s
-            if cause is not None:
-                self._condemn(engine, cause, now_s)
+            verdict, due_s = self._judge(engine, now_s)
+            if verdict is not None and now_s < self._judge_from_s:
+                verdict, due_s = None, self._judge_from_s
+            if verdict is not None:
+                fault, cause = verdict
+                self._condemn(engine, cause, now_s, fault)
                 continue
             self._at(due_s)
             self._look_for_hangs(engine, now_s)
 
-    def _judge(self, engine: EngineRecord, now_s: float) -> tuple[str | None, float]:
+    def _judge(self, engine: EngineRecord, now_s: float) -> tuple[tuple[Fault, str] | None, float]:
         """Return the verdict, or None and when to look again."""
         due_s = NEVER_S
         settings = self.settings_of(engine)
@@ -74,21 +77,21 @@ class Upkeep(Rolling, ABC):
         if engine.vitals.beat is None and engine.how is How.NURSERY and engine.pid is not None:
             if now_s >= engine.spawned_s + FIRST_BEAT_S:
                 self._fork_trusted = False
-                return f"no sign of life {FIRST_BEAT_S:g} s after the fork", now_s
+                return (Fault.START, f"no sign of life {FIRST_BEAT_S:g} s after the fork"), now_s
             due_s = engine.spawned_s + FIRST_BEAT_S
         if engine.parked_s is None and engine.epoch == 0:
             if now_s >= engine.spawned_s + settings.startup_s:
-                return f"start-up took longer than {settings.startup_s:g} s (it was {engine.state.value})", now_s
+                return (Fault.START, f"start-up took longer than {settings.startup_s:g} s (it was {engine.state.value})"), now_s
             due_s = min(due_s, engine.spawned_s + settings.startup_s)
         if engine.promote_sent_s is not None and engine.promoted_s is None:
             if now_s >= engine.promote_sent_s + PROMOTE_BOUND_S:
-                return f"promotion did not finish within {PROMOTE_BOUND_S:g} s", now_s
+                return (Fault.PROMOTION, f"promotion did not finish within {PROMOTE_BOUND_S:g} s"), now_s
             due_s = min(due_s, engine.promote_sent_s + PROMOTE_BOUND_S)
         if engine.id == self.succession.active and not engine.fence_sent:
             unfenced_s = self._unfenced_until_s(engine)
             if now_s >= unfenced_s:
                 engine.excused = True
-                return "the engine before it cannot be ended: the blocks that one may write are never free again", now_s
+                return (Fault.UNFENCED, "the engine before it cannot be ended: the blocks that one may write are never free again"), now_s
             due_s = min(due_s, unfenced_s)
         return None, due_s
 
@@ -101,7 +104,7 @@ class Upkeep(Rolling, ABC):
         stuck = [e for e in self.succession.former_owners(self.engines.values()) if e.state is EngineState.QUARANTINED]
         if active.promoted_s is None or not stuck:
             return NEVER_S
-        patience_s = self.give_up_after_s if self._blocked() else 0.0
+        patience_s = self.give_up_after_s if self._stranded() else 0.0
         return max(e.verdict_s or 0.0 for e in stuck) + patience_s
 
     def _push_ends(self, now_s: float) -> None:
@@ -111,7 +114,7 @@ class Upkeep(Rolling, ABC):
             self._actions += actions
             self._at(again_s)
             if engine.state is EngineState.QUARANTINED:
-                self.quarantined |= set(settings.gpus)  # the node tells everyone, us too, but a little later
+                self.quarantined |= set(self.gpus_of(engine))  # the node tells everyone, us too, but a little later
             if engine.dying and engine.id == self.succession.active:
                 self._lost_active(engine, now_s)  # the ladder ran out on a hand-over
 
@@ -137,7 +140,7 @@ class Upkeep(Rolling, ABC):
             text = f"the KV of {self.settings.name} is given up: a former owner could not be frozen in time"
             self._do(m.Announce("worker.kv_dropped", text, "warning", engine.id, decision.epoch))
         if self.timeline is not None and not self.timeline.done:
-            self.timeline.ordered(engine, decision.epoch)
+            self.timeline.ordered(engine, decision.epoch, self.gpus_of(engine))
             if decision.fenced:
                 self.timeline.fence(now_s)
             self._do(m.Record(self.timeline.recovery))
@@ -148,12 +151,20 @@ class Upkeep(Rolling, ABC):
             return
         if self.desired is Desired.DRAIN and self.timeline is None:
             return  # nobody was lost while there was something to finish
-        if any((e.parked and not self._blocked()) or e.loading for e in self.engines.values()) or self._waits_for_room():
+        stuck_there = self._blocked() and not self._stranded()  # what loads on a quarantined device need not be waited for
+        if any((e.parked and not self._blocked()) or (e.loading and not stuck_there) for e in self.engines.values()):
+            return
+        if self._waits_for_room():
             return
         if self._blocked():
-            stuck = ", ".join(sorted(self.quarantined & set(self.settings.gpus)))
-            self._go_down(f"GPU {stuck} is quarantined: a process that cannot be killed holds it", now_s)
-            return
+            if not self._move(self.quarantined, now_s):
+                stuck = sorted(self.quarantined & set(self.gpus))
+                why = self.quarantined_why.get(stuck[0], "a process that cannot be killed holds it")
+                no_spare = ", and no spare is left" if self.settings.spares else ""
+                self._down_by_quarantine = True
+                self._go_down(f"GPU {', '.join(stuck)} is quarantined: {why}{no_spare}", now_s)
+                return
+            self._push_ends(now_s)
         if self._service.exhausted(now_s):
             limit = f"gave up after {self.settings.max_failures} restarts within {self.settings.window_s:g} s"
             self._go_down(f"{limit}; last: {self.last_failure}", now_s)
@@ -196,10 +207,6 @@ class Upkeep(Rolling, ABC):
         else:
             self._replace_stale(active, now_s)
 
-    def _blocked(self) -> bool:
-        """Say whether a GPU of this worker is quarantined (P06). What serves there already goes on."""
-        return not self.quarantined.isdisjoint(self.settings.gpus)
-
     def _missing(self) -> int:
         """Shadows to start. An engine that is on its way out has no place any more, a stale one still has."""
         there = [e for e in self.engines.values() if e.live and e.id != self.succession.active and not self._extra(e)]
@@ -237,12 +244,13 @@ class Upkeep(Rolling, ABC):
             refill=refill,
             kv_set=self.succession.kv_set_of_newcomer(),
             revision=settings.revision,
+            gpus=self.placed(settings),
         )
         self.engines[engine.id] = engine
         self._memory_used = True
         self._at(now_s + settings.startup_s)
         beside = any(e.revision != settings.revision for e in self.engines.values())
-        self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside))
+        self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside, engine.gpus if self.moved else None, self._verify))
         self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
 
     def _drain_active(self, now_s: float) -> None:
@@ -348,7 +356,15 @@ class Upkeep(Rolling, ABC):
             level = "error" if state is WorkerState.DOWN else "info" if state in _CALM else "warning"
             text = f"{self.settings.name} is {state.value}" + (f": {self.reason}" if self.reason else "")
             self._do(m.Announce("worker.state", text, level, epoch=self.epoch, data={"state": state.value, "was": was.value}))
-        key = (self.state, self.epoch, self.reason, self.give_up_after_s, tuple(e.id for e in self.routable()))
+        key = (
+            self.state,
+            self.epoch,
+            self.reason,
+            self.give_up_after_s,
+            tuple(e.id for e in self.routable()),
+            self.deaths(now_s),
+            self.paused_s is None,
+        )
         if key != self._routes_key:
             self._routes_key = key
             self._do(m.PublishRoutes())

@@ -36,7 +36,7 @@ class Watch(Standing, ABC):
         if engine.stop is not None or engine.vitals.beat is None:
             return
         settings, vitals = self.settings_of(engine), engine.vitals
-        limits, util = settings.hang, self.loads.util(settings.gpus, now_s)
+        limits, util = settings.hang, self.loads.util(self.gpus_of(engine), now_s)
         finding = vitals.find(self.history_of(engine), limits, util, now_s, CONFIRM_S, hurry=engine.state is EngineState.PROMOTING)
         if finding is None:
             engine.suspicion, engine.doubts = None, 0
@@ -68,7 +68,7 @@ class Watch(Standing, ABC):
     def _hang_due_s(self, engine: EngineRecord, now_s: float) -> float:
         """Return when to look at an engine again if it says no more."""
         vitals, settings = engine.vitals, self.settings_of(engine)
-        limits, gpus = settings.hang, settings.gpus
+        limits, gpus = settings.hang, self.gpus_of(engine)
         beat = vitals.beat
         assert beat is not None
         util, hurry = self.loads.util(gpus, now_s), engine.state is EngineState.PROMOTING
@@ -176,7 +176,7 @@ class Watch(Standing, ABC):
             stalled_s = now_s - beat.stalled_since_s
             if stalled_s >= settings.hang.floor_s:
                 return f"its steps have done nothing for {stalled_s:.2f} s with {beat.inflight + beat.queued} requests in flight"
-        idle_s = self.loads.idle_s(settings.gpus, now_s)
+        idle_s = self.loads.idle_s(self.gpus_of(engine), now_s)
         if idle_s <= 0.0:
             return ""
         # Idle devices are no news between steps, or before there was something to do.
@@ -203,6 +203,10 @@ class Watch(Standing, ABC):
     @abstractmethod
     def settings_of(self, engine: EngineRecord) -> WorkerSettings:
         """Return what this engine was started with."""
+
+    @abstractmethod
+    def gpus_of(self, engine: EngineRecord) -> tuple[str, ...]:
+        """Return the devices that an engine is on."""
 
     @abstractmethod
     def _condemn(self, engine: EngineRecord, cause: str, now_s: float, fault: Fault = Fault.UNKNOWN) -> None:

@@ -5,7 +5,7 @@ This half takes the events and updates the records; what follows from the record
 
 from __future__ import annotations
 
-from shadowsup.supervisor.policy import ladder
+from shadowsup.supervisor.policy import ladder, severity
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.adoption import picture
 from shadowsup.supervisor.policy.model import (
@@ -24,7 +24,7 @@ from shadowsup.supervisor.policy.timeline import Timeline
 from shadowsup.supervisor.policy.upkeep import Upkeep
 from shadowsup.wire import engine as w
 from shadowsup.wire.engine import EngineState, Role
-from shadowsup.wire.faults import Fault
+from shadowsup.wire.faults import Fault, known_fault
 
 
 class WorkerPolicy(Upkeep):
@@ -83,10 +83,15 @@ class WorkerPolicy(Upkeep):
             case m.Examined(engine=name, look=look):
                 if name in self.engines and (suspicion := self.engines[name].suspicion) is not None:
                     suspicion.take(look)
-            case m.GpusQuarantined(gpus=gpus):
+            case m.GpusQuarantined(gpus=gpus, why=why):
                 self.quarantined |= gpus
+                self.quarantined_why |= {uuid: self.quarantined_why.get(uuid, why) for uuid in gpus}
             case m.GpusReleased(gpus=gpus):
-                self.quarantined -= gpus
+                self._released(gpus)
+            case m.GpuWarned(notice=notice):
+                self._warned(notice, now_s)
+            case m.GpuCleared(uuid=uuid, kind=kind):
+                self._cleared(uuid, kind)
             case m.Drill():
                 if event.engine in self.engines:
                     self.engines[event.engine].excused = True
@@ -113,6 +118,11 @@ class WorkerPolicy(Upkeep):
             # What was recorded by a version that knew no revisions is taken for what the config wants.
             engine.revision = engine.revision or self.settings.revision
             engine.stale = engine.revision != self.settings.revision
+        for engine in self.engines.values():
+            engine.gpus = engine.gpus or self.settings.gpus
+        moved = next((e.gpus for e in self.engines.values() if e.gpus and len(e.gpus) == len(self.settings.gpus)), ())
+        self.moved = {old: new for old, new in zip(self.settings.gpus, moved, strict=False) if old != new}
+        self.spares_taken.update(dict.fromkeys(self.moved.values(), self.settings.name))
         self._tidy_due = any(engine.stale for engine in self.engines.values())
         for name, cause in stands.condemned:
             self._condemn(self.engines[name], cause, now_s)
@@ -144,9 +154,19 @@ class WorkerPolicy(Upkeep):
         self._forgive_failures()
         if not any(e.state is EngineState.QUARANTINED for e in self.engines.values()):
             self.quarantined.clear()  # the operator says that it is well again
+            self.quarantined_why.clear()
+
+    def _released(self, gpus: frozenset[str]) -> None:
+        """What kept these out of use is over. A worker that is down for nothing else runs again."""
+        self.quarantined -= gpus
+        for uuid in gpus:
+            self.quarantined_why.pop(uuid, None)
+        if self._down_by_quarantine and not self._blocked():
+            self._forgive_failures()
 
     def _forgive_failures(self) -> None:
         self.down_reason = self.shadow_reason = self.last_failure = ""
+        self._down_by_quarantine = False
         self._service.reset()
         self._shadow.reset()
 
@@ -195,7 +215,7 @@ class WorkerPolicy(Upkeep):
                 if engine.parked_s is None:
                     self._parked(engine, now_s)
             case EngineState.ACTIVE | EngineState.DRAINING if engine.id != self.succession.active:
-                self._condemn(engine, "serves without an order", now_s)
+                self._condemn(engine, "serves without an order", now_s, Fault.DISOBEDIENT)
             case EngineState.ACTIVE if engine.promoted_s is None and beat.epoch == engine.epoch:
                 self._promoted(engine, None, now_s)
             case EngineState.DRAINING if engine.drain_sent:
@@ -210,6 +230,7 @@ class WorkerPolicy(Upkeep):
 
     def _parked(self, engine: EngineRecord, now_s: float) -> None:
         engine.parked_s = now_s
+        self._verify = False
         if engine.vitals.beat is not None:
             owner = self.active.revision if self.active is not None else self.settings.revision
             self.succession.identify(engine, engine.vitals.beat.kv_set, alike=engine.revision == owner)
@@ -226,12 +247,14 @@ class WorkerPolicy(Upkeep):
         match report:
             case w.Failed():
                 engine.message, engine.hint, engine.fatal = report.message, report.hint, report.fatal
-                self._condemn(engine, f"failed to {report.stage}: {report.message}", now_s)
+                engine.evidence |= {"stage": report.stage, "message": report.message, **report.evidence}
+                fault = Fault.REFUSED if report.fatal else known_fault(report.fault)
+                self._condemn(engine, f"failed to {report.stage}: {report.message}", now_s, fault)
             case w.Promoted():
                 if engine.dying:
                     return
                 if engine.id != self.succession.active or report.epoch != engine.epoch:
-                    self._condemn(engine, f"took epoch {report.epoch} without an order", now_s)
+                    self._condemn(engine, f"took epoch {report.epoch} without an order", now_s, Fault.DISOBEDIENT)
                 else:
                     self._promoted(engine, report, now_s)
             case w.FirstToken():
@@ -271,18 +294,24 @@ class WorkerPolicy(Upkeep):
         """Pass the verdict: this engine is dead, or will be at once."""
         if engine.dying:
             return
-        engine.verdict_s, engine.cause, engine.fault = now_s, cause, fault
         expected = engine.stop is not None
+        engine.verdict_s, engine.cause, engine.fault = now_s, cause, Fault.PLANNED if expected else fault
+        if notices := self._evidence_near(engine, now_s):
+            engine.evidence["gpu"] = notices
         engine.role = Role.RETIRING
         was = engine.state
         if was is not EngineState.QUARANTINED:
             engine.state = EngineState.STOPPING
         if not expected:
+            self._draw_conclusions(engine, now_s)
             text = f"{engine.id} ({was.value}): {cause}"
-            self._do(m.Announce("engine.verdict", text, "warning", engine.id, engine.epoch or None, {"cause": cause, "state": was.value}))
+            data = {"cause": cause, "state": was.value, "fault": engine.fault.value, "decision": engine.decision}
+            self._do(m.Announce("engine.verdict", text, "warning", engine.id, engine.epoch or None, data))
             if not self._blame(engine, cause, now_s):
                 self._count(engine, now_s)
         if engine.id == self.succession.active:
+            if not expected:
+                self._note_death(engine, now_s)
             self._lost_active(engine, now_s)
 
     def _lost_active(self, engine: EngineRecord, now_s: float) -> None:
@@ -300,8 +329,9 @@ class WorkerPolicy(Upkeep):
             return
         self._close_timeline()
         if engine.stop is not None:
-            engine.cause = PLANNED
-        self.timeline = Timeline(self.settings.name, engine, self.epoch, now_s, wants_refill=self.settings.shadows > 0)
+            engine.cause, self._planned_why = self._planned_why or PLANNED, ""
+        wants_refill = self.settings.shadows > 0
+        self.timeline = Timeline(self.settings.name, engine, self.epoch, now_s, wants_refill=wants_refill, gpus=self.gpus_of(engine))
         self._do(m.Record(self.timeline.recovery))
 
     def _frozen(self, engine: EngineRecord | None, now_s: float) -> None:
@@ -317,9 +347,15 @@ class WorkerPolicy(Upkeep):
         engine.exit = engine.exit or exit_text(event.status)
         self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
         self._frozen(engine, now_s)
+        if engine.fault is Fault.UNKNOWN:
+            engine.fault = Fault.KILLED if engine.excused else severity.fault_of_end(event.status, oom=event.oom)
+            engine.decision = engine.decision or severity.of(engine.fault).decision.value
+            self._note_cause(engine)
+        if engine.state is EngineState.QUARANTINED:
+            self._do(m.Unquarantine(engine.id))
         del self.engines[engine.id]
         if self.timeline is not None and engine.id == self.timeline.old:
-            self.timeline.recovery.exit = engine.exit
+            self.timeline.learn(engine)
             self._do(m.Record(self.timeline.recovery))
         output = "\n".join(event.output)
         self._blame_more(engine, output)
@@ -328,7 +364,11 @@ class WorkerPolicy(Upkeep):
             self._explain(f"{engine.id} ended with {how}; its last output:\n{output}")
         self._do(
             m.Announce(
-                "engine.gone", f"{engine.id} is gone ({engine.exit or 'status unknown'})", "info", engine.id, data={"exit": engine.exit}
+                "engine.gone",
+                f"{engine.id} is gone ({engine.exit or 'status unknown'})",
+                "info",
+                engine.id,
+                data={"exit": engine.exit, "fault": engine.fault.value},
             )
         )
         self._do(m.Forget(engine.id))

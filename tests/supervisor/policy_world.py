@@ -29,6 +29,7 @@ class Body:
     killed: bool = False
     stopping: bool = False
     revision: str = ""
+    gpus: tuple[str, ...] | None = None
     stopped: bool = False
     """By SIGSTOP, as the kernel says."""
     ran: float = 0.0
@@ -236,8 +237,10 @@ class World:
                 case m.Spawn():
                     self.spawns.append(action)
                     assert action.engine not in self.bodies
-                    kv_set = self._get_kv(action.revision, beside=action.beside)
-                    self.bodies[action.engine] = Body(action.engine, spawned=True, kv_set=kv_set, revision=action.revision)
+                    kv_set = self._get_kv(action.revision, beside=action.beside, gpus=action.gpus)
+                    self.bodies[action.engine] = Body(
+                        action.engine, spawned=True, kv_set=kv_set, revision=action.revision, gpus=action.gpus
+                    )
                     self._later.append(m.Spawned(action.engine, 100 + action.seq))
                 case m.Send(engine=name, order=Promote() as order):
                     self._promote(name, order)
@@ -273,9 +276,9 @@ class World:
                     self.keeper = {layout: kv_set for layout, kv_set in self.keeper.items() if f"set-{kv_set}" == keep}
         validate(self.policy)
 
-    def _get_kv(self, revision: str, *, fresh: bool = False, beside: bool = False) -> int:
-        """What the keeper answers to an engine with these settings."""
-        layout = self.layouts.get(revision, "")
+    def _get_kv(self, revision: str, *, fresh: bool = False, beside: bool = False, gpus: tuple[str, ...] | None = None) -> int:
+        """What the keeper answers to an engine with these settings, on these devices."""
+        layout = self.layouts.get(revision, "") + ",".join(gpus or ())
         if fresh or layout not in self.keeper:
             self.sets += 1
             self.keeper = {**(self.keeper if beside else {}), layout: self.sets}
@@ -297,7 +300,7 @@ class World:
             if order.fenced:
                 assert not writers, "said to be fenced, but a former owner lives"
         else:
-            body.kv_set = self._get_kv(body.revision, fresh=True)
+            body.kv_set = self._get_kv(body.revision, fresh=True, gpus=body.gpus)
         body.epoch = order.epoch
         body.state = EngineState.PROMOTING
 

@@ -339,6 +339,24 @@ class TransformersEngine:
     def kv_counts(self) -> KvCounts | None:
         return self._scheduler.pool.counts() if self._scheduler is not None else None
 
+    def account(self) -> dict[str, object]:
+        """Return what it was doing and, in bytes, what memory is for what; for the report of a failure."""
+        scheduler, loaded, geometry = self._scheduler, self._loaded, self._geometry
+        memory = {
+            "weights": loaded.kept.nbytes if loaded is not None else 0,
+            "kv": geometry.size if geometry is not None else 0,
+        }
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            memory |= {
+                "tensors": torch.cuda.memory_allocated(self._device),
+                "cached": torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device),
+                "device_free": free,
+                "device_total": total,
+            }
+        lengths = scheduler.lengths() if scheduler is not None else []
+        return {"batch": len(lengths), "lengths": lengths, "step_tokens": self.upcoming, "memory": memory}
+
     def close(self) -> None:
         """Drop every tensor over kept memory, then the memory. Idempotent."""
         loaded, self._loaded = self._loaded, None
