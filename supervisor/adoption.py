@@ -165,7 +165,6 @@ class Adoption:
             beat=self._beats.get(entry.engine),
             refill=data.get("refill") == "1",
             ending=Ending(data["ending"]) if "ending" in data else None,
-            condemned=data.get("condemned") == "1",
             gpus=tuple(data["gpus"].split(",")) if data.get("gpus") else None,
         )
 

@@ -1,4 +1,4 @@
-"""The GPUs of a node between its sensor and the policies of its workers: who is told what, and which devices are out of use, and why."""
+"""Which GPUs of a node are out of use, and why; which spares are taken."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.policy import messages as m
-from shadowsup.supervisor.policy.severity import RECOVERY_XID
-from shadowsup.wire.sensor import GpuNews, GpuNewsKind, GpuReading
+from shadowsup.wire.sensor import GpuReading
 
 if TYPE_CHECKING:
     from shadowsup.supervisor.node_worker import WorkerOwner
-
-_TROUBLE = {
-    GpuNewsKind.XID: m.GpuTrouble.XID,
-    GpuNewsKind.ECC: m.GpuTrouble.ECC,
-    GpuNewsKind.PCIE: m.GpuTrouble.PCIE,
-    GpuNewsKind.LOST: m.GpuTrouble.LOST,
-    GpuNewsKind.RECOVERY: m.GpuTrouble.XID,
-}
-_PASSING = (m.GpuTrouble.ECC, m.GpuTrouble.PCIE, m.GpuTrouble.LOST)
-"""What is over when the sensor no longer complains. An Xid is an event: nobody says that it is over."""
 
 
 class GpuDesk:
@@ -42,7 +31,6 @@ class GpuDesk:
         self._journal = journal
         self._quarantine: dict[str, dict[str, str]] = {}
         """GPU → by whom → why."""
-        self._warned: set[str] = set()
         self._lanes: dict[str, int] = {}
 
     def quarantine(self, gpus: tuple[str, ...], by: str, why: str) -> None:
@@ -75,32 +63,15 @@ class GpuDesk:
         for by in {by for reasons in self._quarantine.values() for by in reasons} - holders:
             self.release(by)
 
-    def news(self, news: GpuNews) -> None:
-        """The sensor has something to tell."""
-        index = next((gpu["index"] for gpu in self.gpus if gpu["uuid"] == news.uuid), "?")
-        data = {"gpu_uuid": news.uuid, "number": news.number}
-        self._journal.add(f"gpu.{news.kind.value}", f"GPU {index} ({news.uuid}): {news.text}", level="warning", data=data)
-        if news.kind is GpuNewsKind.PCIE and news.number >= self._lanes.get(news.uuid, news.number):
-            return  # it never had more since we look: a slot, no loss
-        number = RECOVERY_XID if news.kind is GpuNewsKind.RECOVERY else news.number if news.kind is GpuNewsKind.XID else 0
-        self._warned.add(news.uuid)
-        notice = m.GpuNotice(uuid=news.uuid, kind=_TROUBLE[news.kind], number=number, text=news.text, since_s=news.at_s)
-        for owner in self._workers.values():
-            owner.put(m.GpuWarned(notice))
-
-    def readings(self, readings: Sequence[GpuReading]) -> None:
-        """Take a round of readings: utilisation for the judging of hangs, and the end of troubles."""
+    def saw(self, readings: Sequence[GpuReading]) -> None:
+        """Remember what each device had when it was seen first."""
         for reading in readings:
             if reading.pcie_width:
                 self._lanes.setdefault(reading.uuid, reading.pcie_width)
-            util = None if reading.util is None else reading.util / 100
-            for owner in self._workers.values():
-                owner.gpu_used(reading.uuid, util)
-            if reading.uuid in self._warned and not reading.warnings and not reading.lost:
-                self._warned.discard(reading.uuid)
-                for owner in self._workers.values():
-                    for kind in _PASSING:
-                        owner.put(m.GpuCleared(reading.uuid, kind))
+
+    def is_loss(self, notice: m.GpuNotice) -> bool:
+        """Say whether a notice is of something that was different before: a slot of eight lanes has lost none."""
+        return notice.kind is not m.GpuTrouble.PCIE or notice.number < self._lanes.get(notice.uuid, 1 << 30)
 
     def _show(self) -> None:
         for gpu in self.gpus:

@@ -60,7 +60,7 @@ from shadowsup.supervisor.subreaper import Reaper
 from shadowsup.supervisor.tally import Tally
 from shadowsup.wire.engine import GatewayBeat, Report, Routes
 from shadowsup.wire.gateway import GatewaySpec
-from shadowsup.wire.sensor import SensorBeat
+from shadowsup.wire.sensor import GpuNews, SensorBeat
 
 PART_START_S = 30.0
 STOP_MARGIN_S = 30.0
@@ -246,9 +246,7 @@ class Node:
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
         self._begin(self.gateway)
         if self.gpus:
-            self.sensor = SensorPart(
-                self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self.desk.news, self.desk.readings
-            )
+            self.sensor = SensorPart(self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self._gpu_news)
             self._begin(self.sensor)
             self.run_task(self._watch_sensor(self.sensor))
         if plans.backend is not None:
@@ -414,6 +412,7 @@ class Node:
         if isinstance(report, SensorBeat):
             if self.sensor is None or not self.sensor.owns(report):
                 return False  # of a predecessor
+            self.desk.saw(report.gpus)
             self._troubles.take(report)
             for reading in report.gpus:
                 self.gpu_used(reading.uuid, reading.util / 100 if reading.util is not None else None)
@@ -450,6 +449,25 @@ class Node:
     def release(self, by: str) -> None:
         """What kept GPUs out of use under this name is over."""
         self.desk.release(by)
+
+    # --- what a sensor tells ----------------------------------------------------------------------------------------------------
+
+    def gpu_notice(self, notice: m.GpuNotice) -> None:
+        """A GPU is in trouble: every worker that has it, as one of its own or as a spare, is told."""
+        if not self.desk.is_loss(notice):
+            return
+        for owner in self.workers.values():
+            owner.put(m.GpuWarned(notice))
+
+    def gpu_cleared(self, uuid: str, kind: m.GpuTrouble | None = None) -> None:
+        """That trouble is over."""
+        for owner in self.workers.values():
+            owner.put(m.GpuCleared(uuid, kind))
+
+    def gpu_used(self, uuid: str, util: float | None) -> None:
+        """Utilisation of a GPU, 0.0 to 1.0; None: unknown. Cheap: it may be called several times a second."""
+        for owner in self.workers.values():
+            owner.gpu_used(uuid, util)
 
     def free_memory(self, worker: str) -> None:
         self.run_task(self._free(worker))
@@ -492,6 +510,11 @@ class Node:
             for uuid, size in learn_overheads(sensor, self.workers, self._overhead_keys, self._baselines, kept, self._overheads).items():
                 words = f"an engine takes {device_memory.gib(size)} of GPU {uuid} beside weights and KV"
                 self.journal.add("gpu.overhead", words, data={"gpu_uuid": uuid, "bytes": size})
+
+    def _gpu_news(self, news: GpuNews) -> None:
+        index = next((gpu["index"] for gpu in self.gpus if gpu["uuid"] == news.uuid), "?")
+        data = {"gpu_uuid": news.uuid, "number": news.number}
+        self.journal.add(f"gpu.{news.kind.value}", f"GPU {index} ({news.uuid}): {news.text}", level="warning", data=data)
 
     def _write_record(self) -> None:
         record = {

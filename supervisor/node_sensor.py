@@ -40,13 +40,7 @@ class SensorPart(Part):
     what = "sensor"
 
     def __init__(
-        self,
-        host: PartHost,
-        uuids: Sequence[str],
-        endpoint: str,
-        on_news: Callable[[GpuNews], None],
-        on_readings: Callable[[Sequence[GpuReading]], None] = lambda readings: None,
-        nvml: str = "pynvml",
+        self, host: PartHost, uuids: Sequence[str], endpoint: str, on_news: Callable[[GpuNews], None], nvml: str = "pynvml"
     ) -> None:
         super().__init__(host, PartSettings(name="sensor", ready_s=30.0))
         self.beat: SensorBeat | None = None
@@ -54,7 +48,6 @@ class SensorPart(Part):
         self._uuids = uuids
         self._endpoint = endpoint
         self._on_news = on_news
-        self._on_readings = on_readings
         self._nvml = nvml
         self._since_s = 0.0
 
@@ -75,7 +68,6 @@ class SensorPart(Part):
         if not self.owns(beat):
             return False
         self.beat, self.heard_s = beat, time.monotonic()
-        self._on_readings(beat.gpus)
         for news in beat.news:
             self._on_news(news)
         return bool(beat.news)

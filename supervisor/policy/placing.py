@@ -80,7 +80,8 @@ class Placing(Watch, ABC):
         if notice.uuid not in known and notice.uuid not in self.gpus:
             return
         found = severity.of_notice(notice)
-        key = (notice.uuid, notice.kind, notice.number)
+        # More errors, or fewer lanes still, are the same trouble; another Xid is another.
+        key = (notice.uuid, notice.kind, notice.number if notice.kind is m.GpuTrouble.XID else 0)
         self._evidence.append((now_s, f"{found.text}: {notice.text}" if notice.text else found.text, notice))
         if found.decision is Decision.NOTE:
             return
