@@ -152,8 +152,6 @@ _ENGINES = """
 | a stream goes on after a death | yes | yes | yes | no: the client gets an error event |
 | CPU | yes | yes | build for the CPU | as the program does |
 
-Whether this version runs `engine: vllm` is told by `shadowsup validate`.
-
 ## Systems
 
 * Linux 5.4 or newer: pidfds, sealed memfds and OFD locks are used and have no substitute. x86-64 and arm64.

@@ -62,6 +62,9 @@ VLLM = Tested(name="vLLM", package="vllm", low="0.26", high="0.32", needs="vllm>
 
 TABLE: Sequence[Tested] = (PYTHON, DRIVER, TORCH, TRANSFORMERS, VLLM)
 
+SDK = ("pyzmq", "msgspec", "numpy")
+"""What the engine side of shadowsup needs in an interpreter that ``python:`` names, in whatever version (on a GPU cuda-bindings, too)."""
+
 ENGINES: dict[str, tuple[Tested, ...]] = {"transformers": (TORCH, TRANSFORMERS), "vllm": (VLLM,), "loop": (TORCH,)}
 """Engine of the config → what its interpreter needs."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shadowsup.memkeeper.device_use import Unanswered
-from shadowsup.supervisor.compat import ENGINES, Standing, release
+from shadowsup.supervisor.compat import ENGINES, SDK, Standing, release
 from shadowsup.supervisor.doctor.machine import Machine
 from shadowsup.supervisor.doctor.software import hub_folder
 
@@ -23,8 +23,6 @@ MOST_ENVIRONMENTS = 200
 """Folders looked into at most: a home on a network may have thousands."""
 WEIGHTS_ROOM = 2 * 2**30
 """Of a GPU beside the weights, at least: two engines' contexts and graphs, and a KV cache worth the name."""
-SDK = ("pyzmq", "msgspec", "numpy")
-"""What the engine side of shadowsup needs in an environment (on a GPU cuda-bindings, too)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +40,13 @@ class Environment:
         if not {"torch", "transformers", *SDK} <= set(self.versions):
             return False
         return all(need.standing(self.versions[need.package]) is not Standing.OLDER for need in ENGINES["transformers"])
+
+    @property
+    def runs_vllm(self) -> bool:
+        """The same for vLLM, whose weights and KV can be kept in the releases that were tested."""
+        if not {"vllm", *SDK} <= set(self.versions):
+            return False
+        return all(need.standing(self.versions[need.package]) is Standing.TESTED for need in ENGINES["vllm"])
 
     @property
     def on_gpu(self) -> bool:
@@ -87,8 +92,8 @@ class Surroundings:
         return max((gpu for gpu in self.gpus if not gpu.problem), key=lambda gpu: gpu.free, default=None)
 
     def vllm(self) -> Environment | None:
-        """Return the environment with the newest vLLM."""
-        return max((e for e in self.environments if "vllm" in e.versions), key=lambda e: release(e.versions["vllm"]), default=None)
+        """Return the environment with the newest vLLM that was tested."""
+        return max((e for e in self.environments if e.runs_vllm), key=lambda e: release(e.versions["vllm"]), default=None)
 
     def for_transformers(self, *, gpu: bool) -> Environment | None:
         """Return an environment that the transformers engine runs in: this one if it does, else the first."""

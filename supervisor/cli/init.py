@@ -33,9 +33,12 @@ _KV_MIN = 256 * _MIB
 @click.option("--name", default="node", show_default=True, help="Name of the node.")
 @click.option("--gpu", metavar="ID", help="Index or UUID of the GPU to use.  [default: the one with the most free memory]")
 @click.option("--cpu", is_flag=True, help="Use no GPU.")
+@click.option("--engine", type=click.Choice(["transformers", "vllm"]), help="The engine.  [default: transformers, if it can be used]")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing: the newest model in the hub's cache that fits, else the demo; a free port.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
-def init(path: Path, model: str | None, port: int | None, name: str, gpu: str | None, cpu: bool, yes: bool, force: bool) -> int:
+def init(
+    path: Path, model: str | None, port: int | None, name: str, gpu: str | None, cpu: bool, engine: str | None, yes: bool, force: bool
+) -> int:
     """Write a first config to PATH (node.yaml), with comments: one model, one active engine, one shadow.
 
     It looks at the GPUs, at Python environments with transformers or vLLM, and at the models in the hub's cache: what it finds is used, or
@@ -45,6 +48,7 @@ def init(path: Path, model: str | None, port: int | None, name: str, gpu: str | 
     """
     from shadowsup.supervisor.cli.init_place import choose, seen_lines
     from shadowsup.supervisor.cli.plan import make, verdict_lines
+    from shadowsup.supervisor.config.model import EngineKind
     from shadowsup.supervisor.doctor.machine import ThisMachine
     from shadowsup.supervisor.surroundings import look
 
@@ -53,14 +57,21 @@ def init(path: Path, model: str | None, port: int | None, name: str, gpu: str | 
         raise click.UsageError("--gpu and --cpu contradict each other")
     asks = not yes and sys.stdin.isatty()
     around = look(ThisMachine())
-    place = choose(around, gpu=gpu, cpu=cpu)
+    place = choose(around, gpu=gpu, cpu=cpu, engine=None if engine is None else EngineKind(engine))
     for note in (*around.notes, *place.notes):
         click.echo(f"note: {note}", err=True)
     chosen = _model(model, asks, around, place.room)
     worker, facts = _try_out(chosen, place.python)
     seen = seen_lines(around)
     text = compose(
-        name=name, model=worker.model or chosen, port=_port(port, asks), facts=facts, gpu=place.gpu, python=place.python, seen=seen
+        name=name,
+        model=worker.model or chosen,
+        port=_port(port, asks),
+        facts=facts,
+        gpu=place.gpu,
+        python=place.python,
+        seen=seen,
+        engine=place.engine.value,
     )
     from shadowsup.supervisor.config.loader import loads
 
@@ -161,11 +172,14 @@ def compose(
     gpu: SeenGpu | None = None,
     python: Path | None = None,
     seen: Sequence[str] = (),
+    engine: str = "transformers",
 ) -> str:
     """Return the text of the config. ``seen``: lines of a comment on what was found on this machine."""
     found = "".join(f"# {line}\n" for line in seen)
-    engine = "transformers"
-    interpreter = f"    python: {_scalar(str(python))}    # shadowsup's own has no PyTorch for this\n" if python is not None else ""
+    interpreter = (
+        f"    python: {_scalar(str(python))}    # shadowsup's own does not have what this engine needs\n" if python is not None else ""
+    )
+    vllm = engine == "vllm"
     return f"""\
 # A node of shadowsup. Every option: configs/reference.yaml, or shadowsup config schema.
 # Check it with shadowsup validate, see what it runs with shadowsup plan, run it with shadowsup start.
@@ -176,9 +190,9 @@ gateway:
   listen: 127.0.0.1:{port}        # OpenAI-compatible; another address than loopback should have an api_key_file
 workers:
   - name: chat                  # its engines are chat.1, chat.2, …
-    engine: {engine}
+    engine: {engine}{"              # its own server and scheduler; args: are vLLM's options" if vllm else ""}
 {interpreter}    model: {_scalar(model)}
-{_on_gpu(gpu) if gpu is not None else _on_cpu(facts)}"""
+{_on_gpu(gpu) if gpu is not None else _on_cpu(facts, vllm)}"""
 
 
 def _on_gpu(gpu: SeenGpu) -> str:
@@ -195,7 +209,7 @@ def _on_gpu(gpu: SeenGpu) -> str:
 """
 
 
-def _on_cpu(facts: dict[str, Any]) -> str:
+def _on_cpu(facts: dict[str, Any], vllm: bool) -> str:
     from shadowsup.supervisor.config.units import format_size
 
     cores = os.cpu_count() or 1
@@ -209,7 +223,7 @@ def _on_cpu(facts: dict[str, Any]) -> str:
     shadows: 1                  # parked engines, ready to take over
     kv:
       size: {size}              # kept over every engine; block_tokens and reserve have defaults
-    env:
+{"      block_tokens: 32          # what vLLM on the CPU works with" + chr(10) if vllm else ""}    env:
       OMP_NUM_THREADS: "{cores}"      # threads of one engine; only one at a time computes
 """
 

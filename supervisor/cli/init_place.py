@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowsup.supervisor.cli.output import size
+from shadowsup.supervisor.compat import VLLM
+from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.surroundings import WEIGHTS_ROOM, SeenGpu, Surroundings
 
@@ -18,21 +20,24 @@ _SHOWN = 8
 class Place:
     """``gpu`` None: the CPU. ``python`` None: shadowsup's own interpreter. ``room``: bytes for weights. ``notes``: why it is so."""
 
+    engine: EngineKind
     gpu: SeenGpu | None
     python: Path | None
     room: int
     notes: tuple[str, ...] = ()
 
 
-def choose(around: Surroundings, *, gpu: str | None = None, cpu: bool = False) -> Place:
-    """Return the place. ``gpu``: the one that the user named.
+def choose(around: Surroundings, *, gpu: str | None = None, cpu: bool = False, engine: EngineKind | None = None) -> Place:
+    """Return the place. ``gpu``, ``engine``: what the user named. Without, vLLM is taken where nothing else can use the GPU.
 
     Raises:
-        SupervisorError: (exit code 2) there is no such GPU, or no PyTorch for it.
+        SupervisorError: (exit code 2) there is no such GPU, no PyTorch for it, or no vLLM.
     """
     notes: list[str] = []
     chosen = None if cpu else _named(around, gpu) if gpu is not None else around.freest()
     environment = around.for_transformers(gpu=chosen is not None)
+    if engine is EngineKind.VLLM or (engine is None and chosen is not None and environment is None and around.vllm() is not None):
+        return _with_vllm(around, chosen)
     if chosen is not None and environment is None:
         why = "no environment here has transformers and a PyTorch for GPUs; python -m pip install 'shadowsup[engine]' brings them"
         if gpu is not None:
@@ -49,7 +54,21 @@ def choose(around: Surroundings, *, gpu: str | None = None, cpu: bool = False) -
     # Without any engine the plan says what is missing; the config is right all the same.
     python = None if environment is None or environment.ours else environment.python
     room = chosen.free - WEIGHTS_ROOM if chosen is not None else int(around.memory * HOST_SHARE)
-    return Place(gpu=chosen, python=python, room=max(0, room), notes=tuple(notes))
+    return Place(engine=EngineKind.TRANSFORMERS, gpu=chosen, python=python, room=max(0, room), notes=tuple(notes))
+
+
+def _with_vllm(around: Surroundings, gpu: SeenGpu | None) -> Place:
+    environment = around.vllm()
+    if environment is None:
+        there = ", ".join(str(each) for each in around.environments if "vllm" in each.versions) or "none"
+        raise SupervisorError(
+            f"no environment here has a vLLM {VLLM.span}",
+            f"{there}; python -m pip install '{VLLM.needs}' brings one",
+            exit_code=ExitCode.USAGE,
+        )
+    notes = (f"GPU {gpu.id}: {gpu.problem}",) if gpu is not None and gpu.problem else ()
+    room = gpu.free - WEIGHTS_ROOM if gpu is not None else int(around.memory * HOST_SHARE)
+    return Place(engine=EngineKind.VLLM, gpu=gpu, python=None if environment.ours else environment.python, room=max(0, room), notes=notes)
 
 
 def _named(around: Surroundings, gpu: str) -> SeenGpu:

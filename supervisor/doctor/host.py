@@ -140,7 +140,8 @@ def cgroup(machine: Machine, wants: Wants) -> Iterator[Finding]:
         yield Finding("cgroup", Level.OK, f"{path} is delegated to this user (controllers: {controllers})")
     else:
         remedy = "Delegate=yes in the unit, or systemd-run --user --scope -p Delegate=yes shadowsup start CONFIG"
-        yield Finding("cgroup", Level.NOTE, f"{path} is not delegated to this user (controllers: {controllers})", remedy)
+        evidence = f"{path} is not delegated to this user (controllers: {controllers}): engines get no control group of their own"
+        yield Finding("cgroup", Level.NOTE, evidence, remedy)
 
 
 def systemd(machine: Machine, wants: Wants) -> Iterator[Finding]:

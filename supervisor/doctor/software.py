@@ -22,7 +22,7 @@ def engines(machine: Machine, wants: Wants) -> Iterator[Finding]:
         needs = compat.ENGINES.get(engine)
         if needs is None:
             continue
-        found = machine.packages(python, [need.package for need in needs])
+        found = machine.packages(python, [*(need.package for need in needs), *compat.SDK])
         where = f" in {python}" if python else ""
         if found is None:
             remedy = f"correct python: of the worker; {python or machine.python[1]} -c 'import sys' must run"
@@ -42,6 +42,10 @@ def _engine(engine: str, needs: tuple[Tested, ...], found: Mapping[str, Package]
         if wants.config is None and engine == "transformers":
             level = Level.WARNING
         return Finding("engines", level, f"engine: {engine} needs {names}{where}: not installed", f"{python} -m pip install {install}")
+    lacking = [name for name in compat.SDK if name not in found]
+    if lacking:
+        evidence = f"engine: {engine}{where}: {', '.join(lacking)} is missing, which the engine side of shadowsup needs"
+        return Finding("engines", Level.FAILED, evidence, f"{python} -m pip install {' '.join(lacking)}")
     have = ", ".join(f"{need.name} {found[need.package].version}" for need in needs)
     off = [need for need in needs if need.standing(found[need.package].version) is not Standing.TESTED]
     if off:

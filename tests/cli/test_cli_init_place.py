@@ -19,6 +19,7 @@ from shadowsup.supervisor.cli.init import compose
 from shadowsup.supervisor.cli.init_place import choose, seen_lines
 from shadowsup.supervisor.config import load
 from shadowsup.supervisor.config.loader import loads
+from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.surroundings import WEIGHTS_ROOM, Environment, HubModel, SeenGpu, Surroundings
 
@@ -98,3 +99,21 @@ def test_the_verb_writes_what_it_found(tmp_path: Path, cli: Cli, monkeypatch: py
     assert "note: the GPUs are left alone" in result.err
     assert cli("plan", path).code == 0
     assert cli("init", tmp_path / "b.yaml", "--cpu", "--gpu", "0").code == 2
+
+
+VLLM = Environment(python=Path(sys.executable), versions=SDK | {"vllm": "0.28.0", "torch": "2.11.0"})
+OLD_VLLM = Environment(python=Path("/old/bin/python"), versions=SDK | {"vllm": "0.9.1"})
+
+
+def test_vllm_is_taken_where_nothing_else_can_use_the_gpu_or_when_it_is_asked_for(tmp_path: Path) -> None:
+    alone = choose(Surroundings(gpus=(FREE,), environments=(CPU, OLD_VLLM, VLLM)))
+    assert (alone.engine, alone.python, alone.gpu) == (EngineKind.VLLM, VLLM.python, FREE)
+    both = Surroundings(gpus=(FREE,), environments=(CUDA, VLLM), memory=10 * GIB)
+    assert choose(both).engine is EngineKind.TRANSFORMERS
+    assert choose(both, engine=EngineKind.VLLM).gpu == FREE
+    with pytest.raises(SupervisorError, match=r"no environment here has a vLLM 0\.26 to 0\.32"):
+        choose(Surroundings(environments=(CPU, OLD_VLLM)), engine=EngineKind.VLLM)
+    for place in (alone, choose(both, cpu=True, engine=EngineKind.VLLM)):
+        text = compose(name="n", model="a/b", port=8000, facts={}, gpu=place.gpu, python=place.python, engine=place.engine.value)
+        worker = loads(text, tmp_path / "x.yaml", environ={}).config.workers[0]
+        assert (worker.engine, worker.kv.block_tokens) == (EngineKind.VLLM, 16 if place.gpu else 32)

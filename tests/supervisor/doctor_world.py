@@ -9,6 +9,7 @@ from typing import Any
 
 from shadowsup.memkeeper.backends.host_memory import Available
 from shadowsup.memkeeper.device_use import Unanswered
+from shadowsup.supervisor.compat import SDK
 from shadowsup.supervisor.doctor.machine import UNLIMITED, Package, Space
 from shadowsup.supervisor.holders import Holder
 
@@ -60,6 +61,8 @@ class FakeMachine:
     taken: str = ""
     probes: dict[str, Any] = field(default_factory=lambda: {"nvml": {"absent": "NVML Shared Library Not Found"}})
     commands: dict[str, str] = field(default_factory=dict)
+    lacking: tuple[str, ...] = ()
+    """Of what the engine side needs."""
     installed: dict[str | None, dict[str, Package] | None] = field(default_factory=dict)
 
     def kernel(self) -> tuple[str, tuple[str, ...]]:
@@ -106,6 +109,8 @@ class FakeMachine:
         return self.commands.get(command[0], "")
 
     def packages(self, python: str | None, names: Sequence[str]) -> dict[str, Package] | None:
+        sdk = {name: Package(version="1.0") for name in SDK if name not in self.lacking}
         default = {"torch": Package(version="2.13.0", cuda="13.0"), "transformers": Package(version="5.20.1")}
         there = self.installed.get(python, default)
+        there = None if there is None else sdk | there
         return None if there is None else {name: there[name] for name in names if name in there}

@@ -18,6 +18,7 @@ from shadowsup.supervisor.doctor.finding import Finding, Level, WantedWorker, Wa
 from shadowsup.supervisor.doctor.machine import Package, Space, ThisMachine
 from shadowsup.supervisor.doctor.registry import CHECKS, examine
 from shadowsup.supervisor.holders import Holder
+from shadowsup.workers.vllm import TESTED
 
 CONFIG = Path("node.yaml")
 ON_GPU_0 = Wants(config=CONFIG, workers=(WantedWorker(name="chat", engine="transformers", gpus=("0",), engines=2),))
@@ -218,6 +219,8 @@ def test_engines_are_compared_with_what_was_tested() -> None:
     assert only(machine, "engines", wants).level is Level.FAILED
     machine.installed["/opt/v/bin/python"] = {"vllm": Package(version="0.28.1")}
     assert only(machine, "engines", wants).level is Level.OK
+    machine.lacking = ("msgspec",)
+    assert only(machine, "engines", wants).remedy == "/opt/v/bin/python -m pip install msgspec"
     machine.installed["/opt/v/bin/python"] = None
     assert "cannot be asked" in only(machine, "engines", wants).evidence
 
@@ -285,6 +288,10 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
     findings = examine(FakeMachine(), Wants(), [broken, *CHECKS])
     assert findings[0].evidence == "could not be checked: RuntimeError: oh"
     assert len(findings) > 10
+
+
+def test_the_range_of_vllm_is_that_of_its_seams() -> None:
+    assert (compat.release(compat.VLLM.low), compat.release(compat.VLLM.high)) == TESTED
 
 
 def test_versions_are_compared_by_release() -> None:

@@ -106,5 +106,5 @@ def test_gpus_are_seen_with_what_is_free_and_what_is_in_the_way(tmp_path: Path) 
 
 
 def test_the_newest_vllm_is_taken() -> None:
-    old, new = (Environment(python=Path(f"/{v}/bin/python"), versions={"vllm": v}) for v in ("0.9.2", "0.28.0"))
+    old, new = (Environment(python=Path(f"/{v}/bin/python"), versions=SDK | {"vllm": v}) for v in ("0.26.2", "0.28.0"))
     assert Surroundings(environments=(old, new)).vllm() is new
