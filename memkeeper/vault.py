@@ -118,6 +118,13 @@ class Vault:
             (kept.info for kept in self._kept.values()), key=lambda info: (info.created_s, info.manifest.set_id, info.manifest.index)
         )
 
+    def hold(self, info: p.SegmentInfo, fd: int) -> None:
+        """Hold a segment that somebody else has kept; takes ``fd``. Before the first `restore`, which gives it to a new keeper."""
+        self._kept[info.manifest.segment] = _Kept(info, OwnedFd(fd))
+
+    def holds(self, segment: str) -> bool:
+        return segment in self._kept
+
     def fd(self, segment: str) -> int:
         """Return the vault's own fd of a segment (dup it to keep it). Raises KeyError."""
         return self._kept[segment].fd.fileno()

@@ -231,6 +231,12 @@ def ledger_facts(vault: Vault | None, worker: str) -> tuple[int, int, str]:
     return max(facts, key=lambda fact: fact[0], default=(0, 0, ""))
 
 
+def facts_of_memory(worker: str, mark: Mark, vault: Vault) -> m.Adopt:
+    """Return what is known of a worker of which nothing is left but its memory."""
+    epoch, _, kv_set = ledger_facts(vault, worker)
+    return m.Adopt(seq=mark.seq, epoch=max(epoch, mark.epoch), kv_set=kv_set, cold_start_s=mark.cold_start_s or None)
+
+
 async def take_over(node: Node, found: Adoption) -> None:
     """Hear each worker's engines and hand them to its owner; a worker whose engines have all spoken does not wait for another's.
 

@@ -53,9 +53,11 @@ from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA
 from shadowsup.supervisor.recovery import RecoveryBook
-from shadowsup.supervisor.registry import Registry
+from shadowsup.supervisor.registry import Mark, Registry
 from shadowsup.supervisor.routing import RouteTable
 from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.sd_notify import ServiceManager
+from shadowsup.supervisor.service import Service
 from shadowsup.supervisor.subreaper import Reaper
 from shadowsup.supervisor.tally import Tally
 from shadowsup.wire.engine import GatewayBeat, Report, Routes
@@ -91,6 +93,8 @@ class Node:
         adapters: engine name of the config → adapter that is run instead (tests).
         config_path: the file that ``config`` was read from, absolute, for clients.
         found: what runs of this node already, to be adopted.
+        service: what the node is to the manager that has started it.
+        marks: how far the workers had come whose memory ``service`` may have.
     """
 
     def __init__(
@@ -103,8 +107,12 @@ class Node:
         adapters: Mapping[str, str] | None = None,
         config_path: str = "",
         found: Adoption | None = None,
+        service: Service | None = None,
+        marks: Mapping[str, Mark] | None = None,
     ) -> None:
         self.config = config
+        self._service = service if service is not None else Service(None, paths.runtime)
+        self._marks = marks or {}
         self._found = found
         self.config_path = config_path
         self.paths = paths
@@ -168,6 +176,8 @@ class Node:
         """
         self._reaper.start()
         self._write_record()
+        self._service.keep_sockets(self._sockets)
+        self.run_task(self._service.tend(self.describe))
         try:
             starting = asyncio.create_task(self._start())
             stopping = asyncio.create_task(self._stop.wait())
@@ -198,9 +208,17 @@ class Node:
             for owner in self.workers.values():
                 owner.put(m.StopWorker(hurry=True))
             return
+        self._service.stopping()
         self.journal.add("node.stopping", f"node {self.config.node.name} is stopping: {why}")
         self._report(f"stopping ({why})")
         self._stop.set()
+
+    def hung_up(self) -> None:
+        """SIGHUP: the terminal is gone, and with it whoever watches this node. It must not be left without a supervisor."""
+        if self._service.managed:
+            self.journal.add("node.hangup", "SIGHUP is ignored: shadowsup reload applies a changed config", level="warning")
+        else:
+            self.request_stop("SIGHUP, the terminal was closed; start -d runs a node without one")
 
     @property
     def stopping(self) -> bool:
@@ -250,7 +268,8 @@ class Node:
             self._begin(self.sensor)
             self.run_task(self._watch_sensor(self.sensor))
         if plans.backend is not None:
-            self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus)
+            self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus, on_change=self._service.vault_changed)
+            self._take_memory_back(self.keeper)
             adopted = self._begin(self.keeper)
         for number, nursery in enumerate(plans.nurseries):
             fork_server = NurseryPart(
@@ -276,7 +295,7 @@ class Node:
             owner = WorkerOwner(plan.name, self, policy, plan.recipe, part)
             self.workers[plan.name] = owner
             if found is None:
-                owner.put(m.RunWorker())
+                self._begin_worker(owner)
         if found is not None:
             await adoption.take_over(self, found)
             self._routes.publish()
@@ -284,6 +303,7 @@ class Node:
             self.run_task(tell_when_up(owner, self.listen, self._report))
         await self._part_started(self.gateway)
         self.state = NodeState.RUNNING
+        self._service.ready()
         self.journal.add("node.running", f"node {config.node.name} is running, gateway on {self.listen}")
         self._report(f"gateway is running on {self.listen}")
         self.run_task(self._observe())
@@ -297,6 +317,28 @@ class Node:
         else:
             part.adopt(entry)
         return entry is not None
+
+    def _take_memory_back(self, keeper: KeeperPart) -> None:
+        """Of memory that outlived supervisor and keeper: the keeper is given it before it serves anyone."""
+        count = keeper.preload(lambda vault: self._service.fill(vault, [worker.name for worker in self.config.workers]))
+        if count and self._found is None:
+            for name, mark in self._marks.items():
+                self.registry.set_mark(name, mark)
+        if count:
+            self.journal.add("keeper.kept", f"{count} segments were kept by the service manager")
+
+    def _begin_worker(self, owner: WorkerOwner) -> None:
+        """Have a worker run of which no engine does; with the memory that is left of it, if any is."""
+        vault, kept = self.keeper.vault if self.keeper is not None else None, self.registry.mark(owner.name)
+        if vault is None or kept == Mark():
+            owner.put(m.RunWorker())
+        else:
+            owner.adopt(adoption.facts_of_memory(owner.name, kept, vault), ())
+
+    def describe(self) -> str:
+        """Return how the node stands, in one line."""
+        workers = [f"{owner.name} {owner.policy.state.value}" for owner in self.workers.values()]
+        return f"{self.state.value}: {', '.join(workers)}" if workers else self.state.value
 
     def write_plan(self, plans: node_setup.Plan) -> None:
         """Leave on disk what runs here, for a supervisor that adopts it.
@@ -364,6 +406,7 @@ class Node:
             await self.keeper.stop()
             await self.keeper.close_vault()
             self._report("memkeeper has stopped")
+        self._service.stopped()
         if self.scribe is not None:
             self.scribe.retire()
             await self.host.scribe.close(stop=True)
@@ -399,6 +442,7 @@ class Node:
         self._context.term()
         self.recoveries.close()
         self.journal.close()
+        self._service.close()
 
     # --- what others tell -------------------------------------------------------------------------------------------------------
 
@@ -544,14 +588,21 @@ def run(loaded: LoadedConfig, runtime_dir: Any, *, reporter: Callable[[str], Non
     with node_setup.claimed(runtime_dir, loaded.config) as claim:
         node_setup.prepare_process()
         found = claim.found
-        sockets = node_setup.listen(claim.config) if found is None else found.sockets(node_setup.bind)
-        return asyncio.run(_run(loaded, claim, sockets, reporter, adapters))
+        service = Service(ServiceManager.from_environment(os.environ), claim.paths.runtime, claim.index)
+        sockets = service.take_sockets()
+        if claim.listened != claim.config.gateway.listen:  # kept for another address
+            while sockets:
+                sockets.pop().close()
+        if not sockets:
+            sockets = node_setup.listen(claim.config) if found is None else found.sockets(node_setup.bind)
+        return asyncio.run(_run(loaded, claim, sockets, service, reporter, adapters))
 
 
 async def _run(
     loaded: LoadedConfig,
     claim: node_setup.Claim,
     sockets: list[socket.socket],
+    service: Service,
     reporter: Callable[[str], None],
     adapters: Mapping[str, str] | None,
 ) -> int:
@@ -560,9 +611,21 @@ async def _run(
     with voice.apart(reporter) as say:
         if found is not None:
             found.tell(loaded, say)
-        node = Node(claim.config, claim.paths, reporter=say, sockets=sockets, adapters=adapters, config_path=path, found=found)
+        node = Node(
+            claim.config,
+            claim.paths,
+            reporter=say,
+            sockets=sockets,
+            adapters=adapters,
+            config_path=path,
+            found=found,
+            service=service,
+            marks=claim.marks,
+        )
         node.tells_events = getattr(reporter, "wants_events", False)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup and `start -d` have it
+            loop.add_signal_handler(signal.SIGHUP, node.hung_up)
         return await node.serve()

@@ -65,12 +65,15 @@ class KeeperPart(Part):
 
     what = "keeper"
 
-    def __init__(self, host: PartHost, backend: str, gpus: Sequence[str] = ()) -> None:
-        """``gpus``: UUIDs of the devices that it makes memory on."""
+    def __init__(
+        self, host: PartHost, backend: str, gpus: Sequence[str] = (), *, on_change: Callable[[Vault], None] = lambda _: None
+    ) -> None:
+        """``gpus``: UUIDs of the devices that it makes memory on; ``on_change``: told when the vault holds something else."""
         super().__init__(host, PartSettings(name="memkeeper"))
         self.vault: Vault | None = None
         self._backend = backend
         self._gpus = gpus
+        self._on_change = on_change
 
     def argv(self, ready_fd: int) -> Sequence[str]:
         command = [sys.executable, "-m", "shadowsup.memkeeper", "--socket", str(self.host.paths.keeper), "--backend", self._backend]
@@ -82,11 +85,29 @@ class KeeperPart(Part):
         # Whatever this node was started with: of a MIG instance that is not named CUDA knows nothing.
         return {**super().environment(), **(devices.environment(self._gpus) if self._gpus else {})}
 
+    def preload(self, fill: Callable[[Vault], int]) -> int:
+        """Begin with a vault that ``fill`` puts segments into, before any keeper runs. Returns how many it has put there."""
+        vault = self._new_vault()
+        count = fill(vault)
+        if count:
+            self.vault = vault
+        return count
+
+    def _new_vault(self) -> Vault:
+        vault = Vault(self.host.paths.keeper, on_lost=self._disconnected, on_change=lambda: self._on_change(vault))
+        return vault
+
     async def connect(self) -> None:
-        if self.vault is None:
-            self.vault = await Vault.connect(self.host.paths.keeper, on_lost=self._disconnected)
-        else:
+        if self.vault is not None:
             await self.vault.restore()
+            return
+        vault = self._new_vault()
+        try:
+            await vault.restore()
+        except BaseException:
+            await vault.close()
+            raise
+        self.vault = vault
 
     def _disconnected(self, why: str) -> None:
         """The connection broke. Mostly the keeper is dead and its exit follows; where it is not, it has dropped us: connect again."""

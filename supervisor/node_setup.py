@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shadowsup.supervisor import adoption, device_memory, devices, model_facts, runtime_dir
+from shadowsup.supervisor import adoption, device_memory, devices, fd_store, model_facts, node_record, runtime_dir
 from shadowsup.supervisor import sockets as tcp
 from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
@@ -28,7 +28,7 @@ from shadowsup.supervisor.policy.command import CommandPolicy
 from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.recipe import CommandRecipe, KeptRecipe, settings, worker_environment
-from shadowsup.supervisor.registry import Registry
+from shadowsup.supervisor.registry import Mark, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.subreaper import become_subreaper
 
@@ -39,11 +39,18 @@ NO_NURSERY = "SHADOWSUP_NO_NURSERY"
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """``config``: what is to run: that of the node which is ``found`` running, otherwise the one that was asked for."""
+    """``config``: what is to run: that of the node which is ``found`` running, otherwise the one that was asked for.
+
+    ``marks``: how far its workers had come; ``index``: what a service manager may have kept of their memory; ``listened``: where the
+    gateway was to listen, as the config had it.
+    """
 
     paths: NodePaths
     config: NodeConfig
     found: Adoption | None = None
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    index: fd_store.Index | None = None
+    listened: str = ""
 
 
 @contextlib.contextmanager
@@ -68,6 +75,13 @@ def claimed(path: Path, config: NodeConfig) -> Iterator[Claim]:
         if not path.exists() or os.fstat(lock).st_ino != path.stat().st_ino:
             raise SupervisorError(f"{path} was removed by a node that stopped just now", "start again")
         found = adoption.find(path)
+        before = Registry(path / runtime_dir.PROCESSES)
+        before.resume()
+        index = fd_store.read_index(path)
+        listened = ""
+        with contextlib.suppress(SupervisorError):  # of a node that is not there any more
+            if (record := node_record.read(path)) is not None:
+                listened = str((record.config.get("gateway") or {}).get("listen", ""))
         if found is None:
             runtime_dir.clean(path, keep=("lock",))
         else:
@@ -79,7 +93,7 @@ def claimed(path: Path, config: NodeConfig) -> Iterator[Claim]:
             words = f"cannot prepare {error.filename}: {error.strerror}"
             raise SupervisorError(words, "set node.state_dir to a folder of yours") from error
         try:
-            yield Claim(paths=paths, config=config, found=found)
+            yield Claim(paths=paths, config=config, found=found, marks=before.marks, index=index, listened=listened)
         finally:
             # Whatever could not be ended is still in the record: then the directory stays, for `shadowsup stop`.
             if not Registry(paths.processes).leftovers():

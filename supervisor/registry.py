@@ -98,6 +98,10 @@ class Registry:
             except SupervisorError as error:
                 log.warning("%s", error)
 
+    @property
+    def marks(self) -> dict[str, Mark]:
+        return dict(self._workers)
+
     def mark(self, worker: str) -> Mark:
         """Return how far the worker had come when that was last recorded."""
         return self._workers.get(worker, Mark())
