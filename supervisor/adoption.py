@@ -29,6 +29,7 @@ from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.node_record import NodeRecord
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import Desired, Ending, How
+from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.registry import Entry, Mark, Registry
 from shadowsup.supervisor.tree import kill_tree, tagged
 from shadowsup.wire.engine import Beat, Report
@@ -247,7 +248,7 @@ async def take_over(node: Node, found: Adoption) -> None:
     async def take(worker: str) -> None:
         owner = node.workers[worker]
         entries = found.engines(worker)
-        if owner.recipe.config.engine.keeps_memory:
+        if isinstance(owner.policy, WorkerPolicy):
             await found.beats(entry.engine for entry in entries if found.lives(entry))
         if owner.nursery is not None and owner.nursery.pid is not None:
             with contextlib.suppress(TimeoutError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shadowsup.supervisor import adoption, device_memory, devices, fd_store, model_facts, node_record, runtime_dir
+from shadowsup.supervisor import adoption, device_memory, devices, fd_store, model_facts, node_record, runtime_dir, vllm_plain
 from shadowsup.supervisor import sockets as tcp
 from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
@@ -168,7 +168,12 @@ class WorkerPlan:
 
     def policy(self, nursery: NurseryState) -> WorkerPolicy | CommandPolicy:
         wanted = settings(self.config, self.gpus, self.spares)
-        return WorkerPolicy(wanted, nursery=nursery) if self.config.engine.keeps_memory else CommandPolicy(wanted)
+        return WorkerPolicy(wanted, nursery=nursery) if self.keeps_memory else CommandPolicy(wanted)
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Not so for a vLLM whose version, options or model are not proven with it."""
+        return isinstance(self.recipe, KeptRecipe)
 
 
 @dataclass(kw_only=True)
@@ -207,6 +212,11 @@ async def plan(
             continue
         kind = adapters.get(worker.engine.value, worker.engine.value)
         recipe = KeptRecipe(worker, paths, node=config.node.name, kind=kind, model=worker.model or "", revision=worker.revision, gpus=gpus)
+        if kind == EngineKind.VLLM.value and (why := await asyncio.to_thread(vllm_plain.why_not, worker, recipe.env)) is not None:
+            report(f"worker {worker.name}: {why}; vLLM runs without kept memory and without shadows, and is restarted when it dies")
+            plain = vllm_plain.PlainVllmRecipe(worker, paths, scribe, gpus, why=why)
+            made.workers.append(WorkerPlan(config=worker, recipe=plain, gpus=gpus))
+            continue
         if kind == EngineKind.TRANSFORMERS.value:
             key = (recipe.model, worker.revision, recipe.python)
             if key not in fetched:
@@ -220,12 +230,12 @@ async def plan(
         if nursery not in made.nurseries:
             made.nurseries.append(nursery)
         made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus, nursery=made.nurseries.index(nursery)))
-    kept = [worker for worker in config.workers if worker.engine.keeps_memory]
+    kept = [plan.config for plan in made.workers if plan.keeps_memory]
     if kept:
         made.backend = config.memkeeper.backend.value
         if config.memkeeper.backend is Backend.AUTO:
             made.backend = (Backend.CUDA if any(worker.gpus for worker in kept) else Backend.HOST).value
-        sharing = [plan for plan in made.workers if plan.config.engine.keeps_memory and plan.gpus]
+        sharing = [plan for plan in made.workers if plan.keeps_memory and plan.gpus]
         made.workers = [
             dataclasses.replace(plan, spares=tuple(gpu.uuid for gpu in devices.resolve(plan.config.spares, inventory)))
             if plan.config.spares and plan.gpus

@@ -75,6 +75,11 @@ def worker_environment(
     return engine_environment(inherited, env=config.env, env_file=config.env_file, extra=ours)
 
 
+def interpreter(config: WorkerConfig) -> str:
+    """Return the Python that the engines of a worker run in."""
+    return str(config.python or sys.executable)
+
+
 def needs_pypath(config: WorkerConfig) -> bool:
     """Return whether a worker's engines run where our engine side must be put on the path: another interpreter, or a program of its own."""
     return config.python is not None or config.engine in (EngineKind.LOOP, EngineKind.VLLM)
@@ -124,7 +129,7 @@ class KeptRecipe:
         extra = kept_environment(config, paths)
         self.ours = tuple(extra)
         """Names of the variables that are neither the user's nor the machine's."""
-        self.python = str(config.python or sys.executable)
+        self.python = interpreter(config)
         self.env = worker_environment(config, inherited, gpus, extra)
         self._paths = paths
         self._node = node
@@ -245,7 +250,7 @@ class CommandRecipe:
             try:
                 await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if waiting.done() and waiting.exception() is None:
-                    upstream = f"http://127.0.0.1:{port}"
+                    upstream = self._upstream(process.id, port)
                     with contextlib.suppress(SupervisorError):  # an adopting supervisor will ask the probe again
                         process.note(upstream=upstream)
                     tell(m.Ready(process.id, upstream))
@@ -260,6 +265,9 @@ class CommandRecipe:
         finally:
             if notify is not None:
                 notify.close()
+
+    def _upstream(self, engine: str, port: int) -> str:
+        return f"http://127.0.0.1:{port}"
 
     def _probe(self, engine: str, port: int) -> Probe:
         config, ready = self.config, self.config.ready

@@ -14,6 +14,7 @@ from shadowsup.supervisor.node_setup import NurseryPlan, Plan, WorkerPlan, nurse
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.recipe import CommandRecipe, KeptRecipe
 from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.vllm_plain import PlainVllmRecipe
 
 
 def record(config: NodeConfig, plan: Plan, *, instance: str, config_path: str, listen: str) -> NodeRecord:
@@ -59,6 +60,8 @@ def replan(config: NodeConfig, paths: NodePaths, scribe: ScribeClient, record: N
         recipe: KeptRecipe | CommandRecipe
         if worker.engine is EngineKind.COMMAND:
             recipe = CommandRecipe(worker, paths, scribe, was.gpus)
+        elif worker.engine is EngineKind.VLLM and not was.kind:
+            recipe = PlainVllmRecipe(worker, paths, scribe, was.gpus)
         else:
             node, model = config.node.name, worker.model or ""
             recipe = KeptRecipe(worker, paths, node=node, kind=was.kind, model=model, revision=was.revision, gpus=was.gpus)

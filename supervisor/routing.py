@@ -52,7 +52,7 @@ class RouteTable:
         return WorkerRoute(
             worker=owner.name,
             served_name=config.public_name,
-            kind="held" if config.engine is EngineKind.VLLM else "link" if config.engine.keeps_memory else "http",
+            kind="http" if isinstance(policy, CommandPolicy) else "held" if config.engine is EngineKind.VLLM else "link",
             state=policy.state.value,
             epoch=policy.epoch,
             engines=tuple(Route(engine=engine.id, socket=str(self._paths.link(engine.id))) for engine in policy.routable()),

@@ -284,6 +284,9 @@ class Life:
             self._heart.report(
                 FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=time.monotonic(), resumed=self._intake.resumed)
             )
+        self._step_over(tokens, phase, progressed=progressed)
+
+    def _step_over(self, tokens: int, phase: Phase, *, progressed: bool) -> None:
         before, now = self._heart.vitals, time.monotonic()
         stalled_s = 0.0
         if progressed:

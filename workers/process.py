@@ -40,6 +40,22 @@ def log_to_stderr(*, force: bool) -> None:
     )
 
 
+def log_apart() -> None:
+    """Log as engines do whatever becomes of the root logger: vLLM, and what it imports, set logging up anew and may disable what is there.
+
+    Call it again where that has happened. Idempotent.
+    """
+    own = logging.getLogger("shadowsup")
+    if not own.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(message)s", "%H:%M:%S"))
+        own.addHandler(handler)
+        own.setLevel(logging.INFO)
+        own.propagate = False
+    for name in ("shadowsup", *(name for name in logging.root.manager.loggerDict if name.startswith("shadowsup."))):
+        logging.getLogger(name).disabled = False
+
+
 def default_signals() -> None:
     """Undo what a parent process set: handlers, wakeup fd, mask. Python's own SIGPIPE (ignored) and SIGINT stay as Python has them."""
     signal.set_wakeup_fd(-1)

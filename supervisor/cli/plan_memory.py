@@ -18,7 +18,7 @@ from shadowsup.memkeeper.backends.host_memory import Available
 from shadowsup.memkeeper.backends.host_memory import available as host_available
 from shadowsup.supervisor import model_facts
 from shadowsup.supervisor.cli.output import count, plural, size
-from shadowsup.supervisor.cli.plan_processes import engine_env, interpreter
+from shadowsup.supervisor.cli.plan_processes import engine_env, interpreter, plain_vllm
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
 from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.device_memory import DeviceVerdict
@@ -32,6 +32,8 @@ NURSERY = 256 * MIB
 """Torch and transformers imported: 261 MiB anonymous memory measured. Its forks share most of it."""
 ENGINE = 192 * MIB
 """An engine beside kept memory: 90 MiB of a parked one, 170 MiB after 4 requests at once."""
+VLLM_PROCESS = 448 * MIB
+"""An API server or an EngineCore of vLLM beside its weights: 440 MiB measured (0.32 on a CPU), most of it shared with the nursery."""
 NOT_HERE = 3
 """Exit code of the estimate: a repository that would have to be downloaded."""
 
@@ -129,6 +131,8 @@ def judge(
             needs.append(Need(what="engines", worker=worker.name, size=None, how="a loop of its own: not counted"))
             if worker.kv.size is not None and not worker.gpus:
                 needs.append(Need(what="KV", worker=worker.name, size=worker.kv.size, how="kv.size"))
+        elif plain_vllm(worker) is not None:
+            needs.append(Need(what="engine", worker=worker.name, size=None, how="vLLM without kept memory: not counted"))
         elif worker.engine.keeps_memory:
             needs += _kept(worker, found.get(worker.name) or Model(worker=worker.name, facts={}), shared)
         else:
@@ -152,11 +156,23 @@ def judge(
     return Verdict(needs=tuple(needs), needed=needed, usable=now.usable, available=str(now), fits=fits, reason=reason, devices=devices)
 
 
+def _vllm(worker: WorkerConfig) -> list[Need]:
+    name, engines = worker.name, 1 + worker.shadows
+    needs = [
+        Need(what="engines", worker=name, size=2 * engines * VLLM_PROCESS, how=f"{plural(engines, 'engine')} × 2 processes", estimate=True)
+    ]
+    where = "in GPU memory" if worker.gpus else "as large as the model's files, twice until kept"
+    kv = Need(what="KV", worker=name, size=None if worker.gpus else worker.kv.size, how="in GPU memory" if worker.gpus else "kv.size")
+    return [Need(what="weights", worker=name, size=None, how=where), kv, *needs]
+
+
 def _kept(worker: WorkerConfig, model: Model, shared: dict[str, str]) -> list[Need]:
     name, facts = worker.name, model.facts
     engines = 1 + worker.shadows
     each = f"{plural(engines, 'engine')} × {size(ENGINE)}"
     needs = [Need(what="engines", worker=name, size=engines * ENGINE, how=each, estimate=True)]
+    if worker.engine is EngineKind.VLLM:
+        return _vllm(worker)
     if not facts:
         return [Need(what="weights", worker=name, size=None, how="not known: the model is not here yet"), *needs]
     kv = f"{count(facts['blocks'])} blocks of {worker.kv.block_tokens} tokens × {size(facts['block'])}"

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shadowsup.supervisor import vllm_plain
 from shadowsup.supervisor.config import NodeConfig, WorkerConfig
 from shadowsup.supervisor.config.model import Backend, EngineKind
 from shadowsup.supervisor.config.secrets import redact_command
 from shadowsup.supervisor.environment import engine_environment
 from shadowsup.supervisor.paths import NodePaths
+from shadowsup.supervisor.recipe import interpreter as interpreter
 from shadowsup.supervisor.recipe import kept_environment, worker_environment
 from shadowsup.wire.engine import SPEC_VARIABLE
 from shadowsup.workers.vllm import arguments as vllm_arguments
@@ -63,7 +65,7 @@ def parts(config: NodeConfig, paths: NodePaths) -> list[Process]:
 
 def backend(config: NodeConfig) -> str | None:
     """Return where kept memory would live, None when no worker keeps any."""
-    kept = [worker for worker in config.workers if worker.engine.keeps_memory]
+    kept = [worker for worker in config.workers if worker.engine.keeps_memory and plain_vllm(worker) is None]
     if not kept:
         return None
     if config.memkeeper.backend is Backend.AUTO:
@@ -75,7 +77,7 @@ def nurseries(config: NodeConfig, paths: NodePaths) -> list[tuple[str, str, dict
     """Return (engine, interpreter, environment) of each fork server; workers that agree in all of it share one."""
     found: list[tuple[str, str, dict[str, str]]] = []
     for worker in config.workers:
-        if worker.engine.has_nursery and (mine := _nursery(worker, paths)) not in found:
+        if worker.engine.has_nursery and plain_vllm(worker) is None and (mine := _nursery(worker, paths)) not in found:
             found.append(mine)
     return found
 
@@ -84,6 +86,8 @@ def engines(config: NodeConfig, worker: WorkerConfig, paths: NodePaths) -> list[
     """Return the first engines of a worker: the active one, then its shadows."""
     if not worker.engine.keeps_memory:
         return [_command_engine(worker, paths)]
+    if (why := plain_vllm(worker)) is not None:
+        return [_plain_vllm_engine(worker, paths, why)]
     how = f"fork of nursery-{nurseries(config, paths).index(_nursery(worker, paths))}" if worker.engine.has_nursery else "spawn"
     ours = {"SHADOWSUP_ENGINE"} if worker.engine.has_nursery else {"SHADOWSUP_ENGINE", SPEC_VARIABLE}
     env = sorted({*engine_env(worker, paths), *ours})
@@ -103,11 +107,6 @@ def engines(config: NodeConfig, worker: WorkerConfig, paths: NodePaths) -> list[
             )
         )
     return found
-
-
-def interpreter(worker: WorkerConfig) -> str:
-    """Return the Python that the engines of a worker run in."""
-    return str(worker.python or sys.executable)
 
 
 def engine_env(worker: WorkerConfig, paths: NodePaths, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -144,6 +143,48 @@ def _command_engine(worker: WorkerConfig, paths: NodePaths) -> Process:
         sockets.append(str(paths.notify(name)))
     cwd = str(worker.cwd) if worker.cwd is not None else None
     return Process(name=name, what="engine", how="spawn", command=command, env=sorted(names), sockets=sockets, cwd=cwd, role="active")
+
+
+_plain: dict[str, tuple[WorkerConfig, str | None]] = {}
+
+
+def plain_vllm(worker: WorkerConfig) -> str | None:
+    """Return why the memory of a vLLM worker would not be kept; None: it would, or it is another engine. Asks its interpreter, once.
+
+    Raises:
+        SupervisorError: there is no vLLM in that interpreter, or it cannot be asked.
+    """
+    if worker.engine is not EngineKind.VLLM:
+        return None
+    known = _plain.get(worker.name)
+    if known is None or known[0] is not worker:
+        known = _plain[worker.name] = (worker, vllm_plain.why_not(worker, worker_environment(worker, os.environ, worker.gpus, {})))
+    return known[1]
+
+
+def _plain_vllm_engine(worker: WorkerConfig, paths: NodePaths, why: str) -> Process:
+    name = f"{worker.name}.1"
+    link = str(paths.link(name))
+    words = vllm_arguments.plain_command_line(
+        model=worker.model or "",
+        served_name=worker.public_name,
+        revision=worker.revision,
+        uds=link,
+        dtype=worker.dtype.value,
+        kv_size=worker.kv.size or 0,
+        tensor_parallel=worker.tensor_parallel,
+        args=worker.args,
+    )
+    return Process(
+        name=name,
+        what="engine",
+        how=f"spawn, without kept memory: {why}",
+        command=redact_command([interpreter(worker), "-m", vllm_arguments.PLAIN_SERVER, *words]),
+        env=sorted({*worker_environment(worker, os.environ, worker.gpus, {}), "SHADOWSUP_ENGINE"}),
+        sockets=[link],
+        cwd=str(worker.cwd) if worker.cwd is not None else None,
+        role="active",
+    )
 
 
 def _nursery(worker: WorkerConfig, paths: NodePaths) -> tuple[str, str, dict[str, str]]:

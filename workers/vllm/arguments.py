@@ -16,6 +16,9 @@ ENVIRONMENT = {
 SERVER = "shadowsup.workers.vllm.server"
 """The module that an engine's first process runs."""
 
+PLAIN_SERVER = "vllm.entrypoints.openai.api_server"
+"""vLLM's own, which `SERVER` runs in its turn."""
+
 WORKER_CLS = "shadowsup.workers.vllm.worker.KeptWorker"
 SCHEDULER_CLS = "shadowsup.workers.vllm.scheduler.create"
 
@@ -70,7 +73,15 @@ def of_spec(spec: EngineSpec) -> list[str]:
 
 
 def plain_command_line(
-    *, model: str, served_name: str, revision: str | None, uds: str, dtype: str, tensor_parallel: int, args: Mapping[str, object]
+    *,
+    model: str,
+    served_name: str,
+    revision: str | None,
+    uds: str,
+    dtype: str,
+    kv_size: int,
+    tensor_parallel: int,
+    args: Mapping[str, object],
 ) -> list[str]:
     """Return the arguments without kept memory: vLLM as it is, on a socket of ours."""
     own: dict[str, object] = {
@@ -79,6 +90,7 @@ def plain_command_line(
         "revision": revision,
         "uds": uds,
         "dtype": dtype,
+        "kv_cache_memory_bytes": kv_size or None,
         "tensor_parallel_size": tensor_parallel if tensor_parallel > 1 else None,
     }
     return [*words(own), *words(args)]

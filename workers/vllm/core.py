@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from shadowsup.workers import process
 from shadowsup.workers.leaving import Leave
 from shadowsup.workers.vllm import current
 from shadowsup.workers.vllm.life import EngineLife, Errand
@@ -37,6 +38,7 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Be an EngineCore under our care. Does not return: however it ends, the process does."""
     from shadowsup.workers.vllm import plugin, server
 
+    process.log_apart()
     plugin.register()  # a spawned child comes here first
     life = EngineLife(server.take_lifeline(current.read_spec()))
     current.begin(life)
@@ -53,9 +55,12 @@ def _run_busy_loop(core: Any) -> None:
     """Runs in vLLM's place. What ends it ends the process at once: the API server is told by the supervisor, which ends the whole tree."""
     from vllm.v1.engine import EngineCoreRequestType
 
+    from shadowsup.workers.vllm.scheduler import served
+
+    process.log_apart()
     life = current.life()
     _name_blocks(core)
-    life.attend(core.scheduler, lambda errand: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, errand)))
+    life.attend(served(core.scheduler), lambda errand: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, errand)))
     try:
         _original["loop"](core)
     except SystemExit as end:

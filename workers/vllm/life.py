@@ -15,11 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from shadowsup.wire.engine import EngineSpec, EngineState, FirstToken, Order, Phase, Release, Stop
-from shadowsup.workers import kept_kv
+from shadowsup.workers import compiling, kept_kv
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.errors import ExitCode
-from shadowsup.workers.leaving import Leave
 from shadowsup.workers.life import FOLLOW_S, IDLE_S, Life
 
 if TYPE_CHECKING:
@@ -104,8 +103,8 @@ class EngineLife(Life):
         """Busy loop: follow while parked; then make sure that the ledger is still ours."""
         if self.writer is not None:
             self.writer.check()
-            if not self._engine.inflight:
-                self._vitals(phase=Phase.IDLE)
+            if not self._engine.inflight and not self._engine.queued:
+                self._vitals(phase=Phase.IDLE, since_s=0.0, step_tokens=0, stalled_since_s=0.0)
         elif self._heart.vitals.state is EngineState.PARKED:
             if self._watch.catch_up():
                 log.info("another engine took fresh KV blocks: following those")
@@ -135,18 +134,24 @@ class EngineLife(Life):
 
     # --- steps -------------------------------------------------------------------------------------------------------------------------
 
-    def step_begins(self, phase: Phase) -> None:
-        """A step is handed to the model.
+    def step_begins(self, phase: Phase, tokens: int) -> None:
+        """A step is handed to the model, which will compute ``tokens`` tokens.
 
         Raises:
             LedgerLost: another engine owns the ledger: nothing may be written any more.
         """
         assert self.writer is not None
         self.writer.check()
-        self._vitals(phase=phase)
+        compiling.watch_torch()
+        self._awaiting(phase, tokens, queued=self._engine.queued)
 
-    def step_ended(self, tokens: int, phase: Phase) -> None:
-        """A step's output is there, its blocks are published; it is sent when this returns. ``phase``: what the next one will do.
+    def step_ended(self, tokens: int, phase: Phase, *, progressed: bool) -> None:
+        """A step's output is there, its blocks are published; it is sent when this returns.
+
+        Args:
+            tokens: sampled.
+            phase: what the next one will do.
+            progressed: it computed something.
 
         Raises:
             LedgerLost: another engine owns the ledger: nothing may be sent any more.
@@ -154,12 +159,13 @@ class EngineLife(Life):
         writer = self.writer
         assert writer is not None
         writer.check()
-        now = time.monotonic()
         if tokens and not self._told_first:
             self._told_first = True
-            self._heart.report(FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=now, resumed=self.resumed))
-        before = self._heart.vitals
-        self._vitals(phase=phase, step=before.step + 1, last_step_s=now, tokens_total=before.tokens_total + tokens)
+            told = FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=time.monotonic(), resumed=self.resumed)
+            self._heart.report(told)
+        self._step_over(tokens, phase, progressed=progressed)
+        if phase is Phase.IDLE:
+            self._vitals(phase=phase, since_s=0.0, step_tokens=0, stalled_since_s=0.0)
 
     # --- the end -------------------------------------------------------------------------------------------------------------------------
 
@@ -172,11 +178,6 @@ class EngineLife(Life):
             code = self.over(error)
         finally:
             os._exit(code)
-
-
-def stopped() -> Leave:
-    """Return what an orderly end is told with."""
-    return Leave()
 
 
 def _listens(path: str) -> bool:

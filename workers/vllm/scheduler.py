@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from shadowsup.memkeeper.errors import LedgerLost
 from shadowsup.memkeeper.ledger import LedgerReader, LedgerWriter
 from shadowsup.wire.engine import KvCounts, Phase
-from shadowsup.workers.vllm import current
+from shadowsup.wire.link import Submit
+from shadowsup.workers.api import Served
+from shadowsup.workers.vllm import current, versions
 from shadowsup.workers.vllm.block_pool import Fresh, KeptBlockPool
 from shadowsup.workers.vllm.hashing import BlockHasher
 
@@ -74,7 +78,7 @@ class Kept:
             self._steps[id(output)] = (output, self.pool.take_fresh())
             total = output.total_num_scheduled_tokens
             if total:
-                self.life.step_begins(Phase.PREFILL if total > len(output.num_scheduled_tokens) else Phase.DECODE)
+                self.life.step_begins(Phase.PREFILL if total > len(output.num_scheduled_tokens) else Phase.DECODE, total)
         except LedgerLost as error:
             self.life.leave(error)
         return output
@@ -85,9 +89,10 @@ class Kept:
         try:
             # Entered while output is taken are blocks that this step, or one before it, has completed.
             self.pool.publish([*written, *self.pool.take_fresh()])
-            if scheduler_output.total_num_scheduled_tokens:
+            progressed = scheduler_output.total_num_scheduled_tokens > 0
+            if progressed or self.inflight or self.queued:
                 tokens = sum(len(one.new_token_ids) for batch in outputs.values() for one in batch.outputs)
-                self.life.step_ended(tokens, self._next_phase())
+                self.life.step_ended(tokens, self._next_phase(), progressed=progressed)
         except LedgerLost as error:
             self.life.leave(error)
         return outputs
@@ -113,11 +118,31 @@ class Kept:
     def fence(self) -> int:
         return self.pool.fence()
 
-    def submit(self, request: object) -> None:
-        raise NotImplementedError("requests come through vLLM's API server")
+    def submit(self, request: Submit) -> None:
+        """Never called: requests come through vLLM's API server."""
+        raise NotImplementedError
 
     def cancel(self, rid: str) -> None:
-        raise NotImplementedError("requests come through vLLM's API server")
+        """Never called, likewise."""
+        raise NotImplementedError
+
+    def foresee(self, rid: str, prompt_ids: tuple[int, ...]) -> None:
+        """Never called, likewise."""
+
+    def forget(self, rid: str) -> None:
+        """Never called, likewise."""
+
+    def canary(self, request: Submit) -> None:
+        """Take a request of the supervisor's own, of one token. The API server does not know it and drops its answer."""
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        scheduler: Any = self
+        scheduler.add_request(
+            Request(request_id=request.rid, prompt_token_ids=list(request.prompt_ids or (0,)), sampling_params=params, pooling_params=None)
+        )
+
+    @property
+    def about(self) -> str:
+        return f"vLLM {versions.installed()}"
 
     @property
     def inflight(self) -> int:
@@ -139,3 +164,8 @@ class KeptScheduler(Kept, Scheduler):
 
 class KeptAsyncScheduler(Kept, AsyncScheduler):
     """Schedules a step while the one before it runs: two are in flight."""
+
+
+def served(scheduler: Kept) -> Served:
+    """Return what `shadowsup.workers.life` sees of the engine."""
+    return scheduler

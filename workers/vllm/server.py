@@ -21,8 +21,6 @@ from shadowsup.workers import process
 from shadowsup.workers.errors import ExitCode, WorkerError
 from shadowsup.workers.vllm import arguments, current, front, plugin, versions
 
-MODULE = "vllm.entrypoints.openai.api_server"
-
 log = logging.getLogger("shadowsup.engine")
 
 _lifeline = -1
@@ -35,6 +33,7 @@ def serve(spec: EngineSpec, argv: Sequence[str]) -> NoReturn:
     process.settle()
     process.set_name(spec.engine)
     process.log_to_stderr(force=True)
+    process.log_apart()
     _lifeline = spec.lifeline_fd
     os.environ.update(arguments.ENVIRONMENT)
     begun = front.Front(spec, _close_lifeline)
@@ -43,8 +42,8 @@ def serve(spec: EngineSpec, argv: Sequence[str]) -> NoReturn:
     try:
         log.info("starting vLLM %s", versions.require())
         plugin.register()
-        sys.argv = [MODULE, *argv]
-        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
+        sys.argv = [arguments.PLAIN_SERVER, *argv]
+        runpy.run_module(arguments.PLAIN_SERVER, run_name="__main__", alter_sys=True)
         code = ExitCode.STOPPED
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else ExitCode.STOPPED if end.code is None else ExitCode.FAILED

@@ -1,0 +1,175 @@
+"""A node with real vLLM on the CPU: each of its processes killed or stopped, and what a successor finds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import vllm_tiny
+from vllm_world import BLOCK, config, core_of, prompt, python
+
+from shadowsup.supervisor.bench.node import Node, engine_of, running
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.e2e,
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(python() is None, reason="no interpreter with vLLM (SHADOWSUP_VLLM_PYTHON)"),
+]
+
+PROMPTS = [prompt(number, tokens) for number, tokens in enumerate((600, 900, 333))]
+FULL = sum(len(one) // BLOCK * BLOCK for one in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vllm_tiny.write(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(model: Path) -> AsyncIterator[Node]:
+    shm = set(Path("/dev/shm").iterdir())
+    async with running(config(model, shadows=1)) as node:
+        yield node
+    assert set(Path("/dev/shm").iterdir()) - shm == set()
+    assert not node.runtime_dir.exists()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def answers(node: Node) -> list[list[int]]:
+    """What an engine that nobody disturbs says to `PROMPTS`."""
+    return [ids for ids, _ in await ask_all(node)]
+
+
+async def ask(node: Node, ids: list[int]) -> tuple[list[int], int]:
+    """Return (the ids of 24 tokens, tokens of the prompt found in the cache); a worker without an engine is asked again."""
+    body = {"model": "chat", "prompt": ids, "max_tokens": 24, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    deadline = time.monotonic() + 60
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                async with session.post(f"{node.url}/v1/completions", json=body) as response:
+                    answer: dict[str, Any] = await response.json(content_type=None)
+                    if response.status == 200:
+                        break
+                    assert response.status >= 500, answer
+            except (aiohttp.ClientError, ValueError):
+                answer = {}
+            assert time.monotonic() < deadline, f"no answer: {answer}; {node.tail()}"
+            await asyncio.sleep(0.02)
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0
+
+
+async def ask_all(node: Node) -> list[tuple[list[int], int]]:
+    return [await ask(node, ids) for ids in PROMPTS]
+
+
+async def check_successor(node: Node, answers: list[list[int]], before: str) -> dict[str, Any]:
+    """The answers are those of an undisturbed engine, and nearly all of their prompts' full blocks were in the cache."""
+    found = await ask_all(node)
+    assert [ids for ids, _ in found] == answers
+    assert sum(cached for _, cached in found) >= 0.95 * FULL
+    await node.wait_for("healthy", "chat", 60)
+    recovery: dict[str, Any] = (await node.call("recoveries"))["recoveries"][-1]
+    assert recovery["from_engine"] == before
+    return recovery
+
+
+async def test_a_killed_engine_core_is_followed_by_the_shadow(node: Node, answers: list[list[int]]) -> None:
+    active = await engine_of(node, "active")
+    core = core_of(active["pid"])
+    core.kill()
+    recovery = await check_successor(node, answers, active["id"])
+    assert recovery["kind"] == "shadow"
+    assert recovery["detect_ms"] < 3000
+    assert not core.is_running()
+
+
+async def test_a_killed_api_server_takes_its_engine_core_along(node: Node, answers: list[list[int]]) -> None:
+    active = await engine_of(node, "active")
+    core = core_of(active["pid"])
+    os.kill(active["pid"], signal.SIGKILL)
+    recovery = await check_successor(node, answers, active["id"])
+    assert recovery["kind"] == "shadow"
+    assert not core.is_running()
+
+
+async def test_an_engine_core_that_stands_still_is_found_by_its_beats(node: Node, answers: list[list[int]]) -> None:
+    active = await engine_of(node, "active")
+    core_of(active["pid"]).suspend()
+    recovery = await check_successor(node, answers, active["id"])
+    assert recovery["kind"] == "shadow"
+    assert "hang" in recovery["cause"]
+
+
+async def test_a_planned_hand_over_keeps_the_cache(node: Node, answers: list[list[int]]) -> None:
+    active = await engine_of(node, "active")
+    await node.cli("failover", "chat")
+    await check_successor(node, answers, active["id"])
+
+
+async def test_a_parked_engine_answers_nobody_before_it_is_promoted(node: Node) -> None:
+    shadow = await engine_of(node, "shadow")
+    path = str(node.runtime_dir / f"link-{shadow['id']}.sock")
+    body = {"model": "chat", "prompt": prompt(9, 40), "max_tokens": 1}
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session:
+        with pytest.raises(TimeoutError):
+            await session.post("http://localhost/v1/completions", json=body, timeout=aiohttp.ClientTimeout(total=0.5))
+    assert (await engine_of(node, "shadow"))["state"] == "parked"
+
+
+async def test_bytes_that_are_not_those_of_the_index_change_the_answer(node: Node, answers: list[list[int]]) -> None:
+    """The control: hits are read from kept memory, not computed again."""
+    [again] = [ids for ids, cached in [await ask(node, PROMPTS[0])] if cached]
+    assert again == answers[0]
+    assert scramble(core_of((await engine_of(node, "active"))["pid"]).pid) > 0
+    ids, cached = await ask(node, PROMPTS[0])
+    assert cached >= 0.95 * (len(PROMPTS[0]) // BLOCK * BLOCK)
+    assert ids != answers[0]
+
+
+def scramble(pid: int) -> int:
+    """Overwrite the KV that a process has mapped from kept memory. Returns the bytes."""
+    done = 0
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        where, mode, *_, name = line.split(maxsplit=5)
+        if "memfd:" in name and "kv-" in name and mode.startswith("rw"):
+            start, end = (int(one, 16) for one in where.split("-"))
+            with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+                memory.seek(start)
+                done += memory.write(os.urandom(end - start))
+    return done
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone(model: Path) -> AsyncIterator[Node]:
+    """A node without a shadow."""
+    async with running(config(model, shadows=0)) as node:
+        yield node
+
+
+async def test_without_a_shadow_a_new_engine_finds_the_cache(alone: Node, answers: list[list[int]]) -> None:
+    assert [ids for ids, _ in await ask_all(alone)] == answers
+    active = await engine_of(alone, "active")
+    core_of(active["pid"]).kill()
+    recovery = await check_successor(alone, answers, active["id"])
+    assert recovery["kind"] == "respawn"
+
+
+async def test_other_weights_of_the_same_shape_are_a_miss(alone: Node, model: Path, answers: list[list[int]]) -> None:
+    vllm_tiny.write_weights(model, seed=1)
+    await alone.cli("restart", "chat")
+    await alone.wait_for("healthy", "chat", 90)
+    found = await ask_all(alone)
+    assert [cached for _, cached in found] == [0, 0, 0]
+    assert all(ids != before for (ids, _), before in zip(found, answers, strict=True))
