@@ -92,6 +92,7 @@ def _worker(owner: WorkerOwner, tally: WorkerTally) -> wire.WorkerFigures:
         ),
         kv=beat.kv if beat is not None else None,
         restarts=dict(tally.restarts),
+        faults=dict(tally.faults),
         failovers=dict(tally.failovers),
         steps={step: wire.Histogram(tuple(buckets.counts), buckets.sum) for step, buckets in tally.steps.items()},
         blocks_kept=tally.blocks_kept,

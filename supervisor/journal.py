@@ -136,7 +136,7 @@ class Journal:
             message=message,
             data=data,
             gpu_uuid=gpu_uuid or data.get("gpu_uuid"),
-            reason=reason or data.get("cause") or data.get("reason"),
+            reason=reason or data.get("cause") or data.get("reason") or data.get("fault"),
         )
         self._ring.append(made)
         self.watch(made)

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field
 from shadowsup.histogram import Buckets
 from shadowsup.supervisor.protocol import Event, Recovery
 from shadowsup.wire import figures as wire
+from shadowsup.wire.faults import Fault
 
 STEPS = ("detect", "freeze", "promote", "first_token", "fence", "refill")
 REASONS = ("died", "hang", "failed", "startup", "spawn", "handover", "replaced", "other")
 """Why an engine had to be replaced: its process died; it stood still; it reported a failure; it did not come up in time; it could not be
 started; it handed over as planned; it was out of date; anything else."""
+FAULTS = tuple(fault.value for fault in Fault)
 _BY_CAUSE = (
     ("engine process died", "died"),
     ("hang", "hang"),
     ("failed to", "failed"),
     ("no sign of life", "startup"),
+    ("start-up took", "startup"),
     ("not ready", "startup"),
-    ("not parked", "startup"),
-    ("promotion", "startup"),
+    ("promotion did not", "startup"),
 )
 _BY_EVENT = {"engine.spawn_failed": "spawn", "worker.hand_over": "handover", "engine.replaced": "replaced"}
 
@@ -33,9 +35,14 @@ def reason_of(event: str, cause: str) -> str | None:
     return next((reason for beginning, reason in _BY_CAUSE if cause.startswith(beginning)), "other")
 
 
+def _known(fault: object) -> str:
+    return fault if isinstance(fault, str) and fault in FAULTS else Fault.UNKNOWN.value
+
+
 @dataclass(kw_only=True)
 class WorkerTally:
     restarts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
     failovers: Counter[str] = field(default_factory=Counter)
     steps: dict[str, Buckets] = field(default_factory=dict)
     blocks_kept: int = 0
@@ -68,6 +75,8 @@ class Tally:
             xid.counts[int(event.data.get("number") or 0)] += 1
             xid.last_time = event.ts
         elif event.worker is not None:
+            if event.event == "engine.gone":
+                self.worker(event.worker).faults[_known(event.data.get("fault"))] += 1
             reason = reason_of(event.event, str(event.data.get("cause") or ""))
             if reason is not None:
                 self.worker(event.worker).restarts[reason] += 1

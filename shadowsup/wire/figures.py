@@ -42,6 +42,8 @@ class WorkerFigures(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineFigures, ...] = ()
     kv: KvCounts | None = None
     restarts: dict[str, int] = {}
+    faults: dict[str, int] = {}
+    """Class of failure → how many engines have ended so."""
     failovers: dict[str, int] = {}
     steps: dict[str, Histogram] = {}
     blocks_kept: int = 0

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from shadowsup.histogram import cumulative
 from shadowsup.supervisor.policy.model import RecoveryKind, WorkerState
-from shadowsup.supervisor.tally import REASONS, STEPS
+from shadowsup.supervisor.tally import FAULTS, REASONS, STEPS
 from shadowsup.wire import figures as wire
 from shadowsup.wire.engine import EngineState, Role
 
@@ -150,6 +150,8 @@ def _failovers(workers: Iterable[wire.WorkerFigures]) -> Iterator[Metric]:
     workers = list(workers)
     reasons: Samples = [([w.name, reason], w.restarts.get(reason, 0)) for w in workers for reason in REASONS]
     yield _counter("engine_restarts", "Engines that had to be replaced, by reason.", ["worker", "reason"], reasons)
+    faults: Samples = [([w.name, fault], w.faults.get(fault, 0)) for w in workers for fault in FAULTS]
+    yield _counter("engine_ends", "Engines that ended, by class of failure (planned: they were asked to).", ["worker", "fault"], faults)
     kinds: Samples = [([w.name, kind.value], w.failovers.get(kind.value, 0)) for w in workers for kind in RecoveryKind]
     yield _counter("failovers", "Failovers that are complete, by what took over.", ["worker", "kind"], kinds)
     duration = HistogramMetricFamily(

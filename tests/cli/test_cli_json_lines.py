@@ -56,7 +56,8 @@ def test_a_node_tells_its_life_in_json(tmp_path: Path, folder: Path, spawn: Call
     assert any(each["engine"] == "web.1" and each["worker"] == "web" and "GET /" in each["message"] for each in output)
     assert all(each["event"] == "output" for each in output)
     run("stop")
-    told += node.communicate(timeout=60)[0]
+    told += node.stdout.read()  # to its end; communicate() would pass by what is in the buffer
+    assert node.wait(60) == 0
     events = objects(told)
     by_name: dict[str, list[dict[str, Any]]] = {}
     for each in events:

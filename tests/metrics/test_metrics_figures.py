@@ -136,6 +136,8 @@ def event(name: str, ts: float = 1.0, worker: str | None = "chat", **data: Any) 
         ("engine.verdict", "hang: no heartbeat for 31.0 s", "hang"),
         ("engine.verdict", "failed to step: out of memory", "failed"),
         ("engine.verdict", "no sign of life 10 s after the fork", "startup"),
+        ("engine.verdict", "start-up took longer than 600 s (it was loading)", "startup"),
+        ("engine.verdict", "promotion did not finish within 10 s", "startup"),
         ("engine.verdict", "serves without an order", "other"),
         ("engine.spawn_failed", "", "spawn"),
         ("worker.hand_over", "", "handover"),
@@ -153,12 +155,16 @@ def test_what_happens_is_counted() -> None:
     tally = Tally()
     for _ in range(2):
         tally.event(event("engine.verdict", cause="engine process died"))
+    tally.event(event("engine.gone", fault="segfault"))
+    tally.event(event("engine.gone", fault="something new"))
+    tally.event(event("engine.gone"))
     tally.event(event("gpu.xid", 5.0, None, gpu_uuid="GPU-1", number=79))
     tally.event(event("gpu.xid", 6.0, None, gpu_uuid="GPU-1", number=79))
     recovery = Recovery(n=1, worker="chat", kind="shadow", cause="x", ts=1.0, epoch=2, from_engine="chat.1", promote_ms=7.0, blocks_kept=5)
     tally.recovery(recovery)
     chat = tally.worker("chat")
     assert (chat.restarts["died"], chat.failovers["shadow"], chat.blocks_kept) == (2, 1, 5)
+    assert chat.faults == {"segfault": 1, "unknown": 2}
     assert (set(chat.steps), chat.steps["promote"].sum) == ({"promote"}, 0.007)
     assert (tally.xids["GPU-1"].counts[79], tally.xids["GPU-1"].last_time) == (2, 6.0)
 

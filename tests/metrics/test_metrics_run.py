@@ -114,6 +114,7 @@ def test_the_run_is_told(exposed: Samples, text: str) -> None:
     assert value("supervisor_up") == 1
     assert value("worker_state", worker="chat", state="healthy") + value("worker_state", worker="chat", state="degraded") == 1
     assert value("engine_restarts_total", worker="chat", reason="died") == 1
+    assert value("engine_ends_total", worker="chat", fault="killed") == 1
     assert value("failover_duration_seconds_count", worker="chat", step="promote") == 1
     assert value("gateway_failover_pause_seconds_count", worker="chat") == 1
     assert value("gateway_inter_token_seconds_count", worker="chat") == 59
