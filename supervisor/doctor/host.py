@@ -49,8 +49,10 @@ def kernel(machine: Machine, wants: Wants) -> Iterator[Finding]:
 def nofile(machine: Machine, wants: Wants) -> Iterator[Finding]:
     _, hard = machine.limit(resource.RLIMIT_NOFILE)
     engines = sum(worker.engines for worker in wants.workers) or 2
-    needed = _NOFILE_OTHER + 2 * wants.max_inflight + _NOFILE_ENGINE * engines
-    evidence = f"at most {_limit(hard)} open files; this node may need {needed}"
+    # A client is one descriptor; where the engine has a server of its own, so is the connection to that.
+    each = 2 if any(worker.engine in ("command", "vllm") for worker in wants.workers) else 1
+    needed = _NOFILE_OTHER + each * wants.max_inflight + _NOFILE_ENGINE * engines
+    evidence = f"at most {_limit(hard)} open files; with {wants.max_inflight} requests at once {needed} are needed"
     good = _NOFILE_GOOD
     remedy = f"ulimit -Hn {good} as root before the start; LimitNOFILE={good} in a unit; docker run --ulimit nofile={good}"
     if hard != UNLIMITED and hard < needed:

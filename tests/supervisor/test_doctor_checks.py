@@ -146,7 +146,7 @@ def test_low_limits_each_name_how_to_raise_them() -> None:
     )
     findings = found(machine)
     assert findings["nofile"][0].level is Level.FAILED
-    assert "512 open files; this node may need 832" in findings["nofile"][0].evidence
+    assert findings["nofile"][0].evidence == "at most 512 open files; with 256 requests at once 576 are needed"
     assert "LimitNOFILE=65536" in findings["nofile"][0].remedy
     assert (findings["memlock"][0].level, "LimitMEMLOCK=infinity" in findings["memlock"][0].remedy) == (Level.WARNING, True)
     assert (findings["core"][0].level, "kernel.core_pattern=core" in findings["core"][0].remedy) == (Level.WARNING, True)
