@@ -24,6 +24,7 @@ from shadowsup.tui.log_buffer import LogBuffer, parse
 from shadowsup.tui.logs_view import LogsView
 from shadowsup.tui.overview import Overview
 from shadowsup.tui.palette import BindingCommands
+from shadowsup.tui.recording import Recorder, Replay
 from shadowsup.tui.shapes import Engine, Worker
 from shadowsup.tui.story import Observation, Story
 from shadowsup.tui.view import View
@@ -34,6 +35,10 @@ LOGS_S = 0.2
 """Between two looks into the log files."""
 PLAN_S = 20.0
 """Planning a reload may ask the GPUs."""
+
+
+STOP_NODE = 64
+"""Exit code of the dashboard: whoever started the node with it shall stop it."""
 
 
 class Observed(Message):
@@ -57,6 +62,7 @@ class Dashboard(App[int]):
     """Shows what ``feed`` tells. ``writable``: orders may be given, the config may be saved.
 
     Args:
+        started: it was started together with the node, which may be stopped with it; `run` returns `STOP_NODE` then.
         wall: the wall clock (tests: a frozen one).
     """
 
@@ -73,6 +79,10 @@ class Dashboard(App[int]):
         Binding("2", "look('worker')", "Worker", tooltip="One worker: timeline, recoveries, blocks, last exit, start", show=False),
         Binding("3", "look('logs')", "Logs", tooltip="The output of everything on the node", show=False),
         Binding("4", "look('config')", "Config", tooltip="Edit the config: checked as you write, applied without a gap", show=False),
+        Binding("f5", "play('pause')", "Pause", tooltip="Pause the recording, or go on"),
+        Binding("f6", "play('back')", "-30 s", tooltip="Half a minute back"),
+        Binding("f7", "play('forward')", "+30 s", tooltip="Half a minute forward"),
+        Binding("f10", "play('faster')", "Speed", tooltip="1, 4, 16 or 64 times as fast"),
         Binding("question_mark,f1", "help", "Keys", key_display="?", tooltip="Every key of where you are"),
         Binding("ctrl+p", "command_palette", "Commands", tooltip="Everything that can be done here", show=False),
         Binding("q", "quit", "Quit", tooltip="Leave; the node goes on"),
@@ -82,18 +92,18 @@ class Dashboard(App[int]):
     """
     NOTIFICATION_TIMEOUT = 6
 
-    def __init__(self, feed: Feed, *, writable: bool = False, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, feed: Feed, *, writable: bool = False, started: bool = False, wall: Callable[[], float] = time.time) -> None:
         super().__init__()
         self.feed = feed
         self.writable = writable and feed.live
         self.story = Story()
-        self.note = "" if self.writable else "read-only" if feed.live else "replay"
         self.logs = LogBuffer()
         self.logs_wanted: str | None = None
         """Whose output the log screen is to show when it comes."""
         self.worker = ""
         """The worker that the worker view shows."""
         self._wall = wall
+        self._started = started
         self._lost: tuple[str, str] | None = None
         self._heard = wall()
 
@@ -106,9 +116,18 @@ class Dashboard(App[int]):
             lambda message, hint: void(self.post_message(Missed(message, hint))),
         )
         self.set_interval(1.0, self._age)
+        if isinstance(self.feed, Recorder):
+            self.follow_logs()  # they are of the recording, whether somebody looks or not
 
     def on_unmount(self) -> None:
         self.feed.close()
+
+    @property
+    def note(self) -> str:
+        """What stands at the end of the head: whether one may write, what is recorded or played."""
+        told = getattr(self.feed, "note", "")
+        mode = "" if self.writable or not self.feed.live else "read-only"
+        return "  ".join(filter(None, (mode, told)))
 
     @property
     def view(self) -> View | None:
@@ -118,6 +137,8 @@ class Dashboard(App[int]):
     # --- what comes in ----------------------------------------------------------------------------------------------------------
 
     def on_observed(self, event: Observed) -> None:
+        if event.observation.rewound:
+            self.logs.clear()
         try:
             self.story.take(event.observation)
         except msgspec.ValidationError as error:
@@ -150,6 +171,28 @@ class Dashboard(App[int]):
 
     def action_look(self, mode: str) -> None:
         self.switch_mode(mode)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "play" and not isinstance(self.feed, Replay):
+            return False
+        return super().check_action(action, parameters)
+
+    async def action_run_key(self, key: str) -> None:
+        """Do what a key does: the key line was clicked on it."""
+        self.simulate_key(key)
+
+    def action_play(self, what: str) -> None:
+        """Control a recording that is played."""
+        feed = self.feed
+        if isinstance(feed, Replay):
+            if what == "pause":
+                feed.pause()
+            elif what == "faster":
+                feed.faster()
+            else:
+                feed.seek(-30.0 if what == "back" else 30.0)
+            if (view := self.view) is not None:
+                view.refresh_all()
 
     def look_at(self, worker: str) -> None:
         """Show one worker."""
@@ -195,7 +238,15 @@ class Dashboard(App[int]):
             )
             if await self.push_screen_wait(Confirm(lost)) is None:
                 return
-        self.exit(0)
+        if not self._started:
+            self.exit(0)
+            return
+        name = self.story.status.node.name
+        ends = (("stop", "the node is stopped, as Ctrl-C would do"), ("leave", "the node goes on in the background"))
+        choices = (Choice("Stop the node", {"stop": True}, danger=True), Choice("Leave it running", {"stop": False}))
+        chosen: Choice | None = await self.push_screen_wait(Confirm(Question(f"What about node {name}?", "", ends, choices)))
+        if chosen is not None:
+            self.exit(STOP_NODE if chosen.args["stop"] else 0)
 
     # --- orders -----------------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import zmq
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.client import ControlClient, call
 from shadowsup.supervisor.errors import NotRunning
-from shadowsup.supervisor.runtime_dir import EVENTS_SOCKET
+from shadowsup.supervisor.runtime_dir import socket_names
 from shadowsup.tui.log_tail import LogTail
 from shadowsup.tui.story import Observation
 
@@ -24,10 +24,6 @@ SOONEST_S = 0.1
 RETRY_S = 1.0
 ANSWER_S = 3.0
 """A reading verb is answered in milliseconds; after this long the banner comes."""
-
-
-class Lost(Exception):
-    """Not an error of the dashboard: the node does not answer. ``message`` and ``hint`` are for people."""
 
 
 Told = Callable[[Observation], None]
@@ -104,7 +100,7 @@ class LiveFeed:
             subscriber.setsockopt(zmq.LINGER, 0)
             subscriber.setsockopt(zmq.SUBSCRIBE, b"event")
             subscriber.setsockopt(zmq.RCVHWM, 1000)
-            subscriber.connect(f"ipc://{self._folder / EVENTS_SOCKET}")
+            subscriber.connect(f"ipc://{self._folder / socket_names(self._folder)[1]}")
             with ControlClient(self._folder, ANSWER_S) as client:
                 look = _Look(client)
                 while not self._stop.is_set():

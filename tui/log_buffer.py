@@ -70,6 +70,12 @@ class LogBuffer:
         self._keep = keep
         self._lines: list[Line] = []
 
+    def clear(self) -> None:
+        """Hold nothing; numbers go on."""
+        self.dropped += len(self._lines)
+        self._lines, self.shown = [], []
+        self.sources.clear()
+
     def __len__(self) -> int:
         return len(self._lines)
 

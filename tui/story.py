@@ -27,6 +27,8 @@ class Observation:
     recoveries: tuple[dict[str, Any], ...] = ()
     fresh: bool = False
     ts: float = 0.0
+    rewound: bool = False
+    """What was before this look is to be forgotten: it is of another time of a recording."""
 
 
 @dataclass
@@ -76,7 +78,9 @@ class Story:
             msgspec.ValidationError: the status is of another protocol; nothing has changed.
         """
         status = read_status(observation.status)
-        if observation.fresh:
+        if observation.rewound:
+            self.__init__()  # type: ignore[misc]
+        elif observation.fresh:
             self._forget_run()
         self.status, self.seen = status, True
         for found in observation.events:

@@ -78,6 +78,7 @@ def _made(theme: Mapping[str, str]) -> dict[str, Style]:
         "engines": of("accent"),
         "foreign": of("error"),
         "other": of("warning"),
+        "key": of("text-accent", bold=True),
         "inverse": Style(reverse=True, bold=True),
         **{f"heat{n}": of(name, dim=n > 2 or None) for n, name in enumerate(("success", "success", "primary", "primary", "secondary"))},
         **{f"source{n}": of(name) for n, name in enumerate(("primary", "accent", "secondary", "success", "warning"))},

@@ -10,8 +10,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 
+from shadowsup.tui.key_line import KeyLine
 from shadowsup.tui.node_line import Banner, NodeLine
 from shadowsup.tui.shapes import Engine, Worker
 from shadowsup.tui.story import Story
@@ -54,7 +54,7 @@ class View(Screen[None]):
         yield NodeLine()
         yield Banner()
         yield from self.body()
-        yield Footer(show_command_palette=False)
+        yield KeyLine()
 
     @abstractmethod
     def body(self) -> Iterable[Widget]:

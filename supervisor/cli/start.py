@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shadowsup.supervisor import runtime_dir as runtime_dirs
-from shadowsup.supervisor.errors import AlreadyRunning, ExitCode, SupervisorError
+from shadowsup.supervisor.errors import AlreadyRunning, ExitCode
 
 if TYPE_CHECKING:
     from shadowsup.supervisor.config import LoadedConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("-d", "--detach", is_flag=True, help="Run in the background; return when the supervisor is up.")
 @click.option("--wait", is_flag=True, help="With -d: return when every worker is healthy, or one cannot be.")
-@click.option("--tui", is_flag=True, help="Show the dashboard.")
+@click.option("--tui", is_flag=True, help="Show the dashboard; when it is left, it asks whether the node shall stop.")
 @click.option(
     "--log-format",
     type=click.Choice(["human", "json"]),
@@ -36,11 +36,9 @@ def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool,
     Exit code 100: this node is supervised already.
     """
     if tui:
-        raise SupervisorError(
-            "the dashboard is not in this version",
-            "start without --tui; shadowsup status and shadowsup events -f show what goes on",
-            exit_code=ExitCode.USAGE,
-        )
+        from shadowsup.supervisor.cli.tui import need_terminal
+
+        need_terminal()
     loaded = _load(config)
     path = runtime_dirs.for_start(
         loaded.config.node.name,
@@ -50,10 +48,15 @@ def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool,
     )
     refuse_second(path)
     path = runtime_dirs.create(path, longest_name=max(len(worker.name) for worker in loaded.config.workers))
-    if detach:
+    if detach or tui:
         from shadowsup.supervisor.cli.detach import start_detached
 
-        return start_detached(loaded, path, wait=wait, json_log=log_format == "json")
+        code = start_detached(loaded, path, wait=wait, json_log=log_format == "json")
+        if not tui or code != ExitCode.DONE:
+            return code
+        from shadowsup.supervisor.cli.tui import show_started
+
+        return show_started(path, loaded.config.node.name)
     from shadowsup.supervisor import node
     from shadowsup.supervisor.cli.reporter import JsonLines, Lines
 

@@ -36,6 +36,15 @@ def stop(ctx: click.Context, worker: str | None, timeout: float | None) -> None:
     if worker is not None:
         _stop_worker(path, worker, deadline)
         return
+    stop_node(path, deadline)
+
+
+def stop_node(path: Path, deadline: float | None = None) -> None:
+    """Stop the node that ``path`` belongs to, whatever is left of it, and wait until it is done.
+
+    Raises:
+        SupervisorError: as `stop`; NotRunning: there is nothing to stop.
+    """
     stopped = _stop_supervisor(path, deadline)
     from shadowsup.supervisor.cli.leftovers import end_leftovers
 

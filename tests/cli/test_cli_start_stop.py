@@ -155,10 +155,12 @@ def test_a_wrong_config_starts_nothing(tmp_path: Path, folder: Path, cli: Cli) -
     assert not (folder / "run").exists()
 
 
-def test_the_dashboard_is_said_to_be_missing(config: Path, cli: Cli) -> None:
-    result = cli("start", config, "--tui")
-    assert result.code == 2
-    assert "not in this version" in result.err
+def test_the_dashboard_wants_a_terminal_before_anything_is_started(config: Path, folder: Path, cli: Cli) -> None:
+    for arguments in (("start", config, "--tui"), ("tui",), ("tui", "--replay", "none")):
+        result = cli("--runtime-dir", folder, *arguments)
+        assert result.code == 2
+        assert "needs a terminal" in result.err
+    assert "neither" in cli("tui", "--replay", "x", "--write").err
 
 
 def test_a_state_directory_that_cannot_be_written_is_told(tmp_path: Path, config: Path, folder: Path, cli: Cli) -> None:

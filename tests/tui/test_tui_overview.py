@@ -92,9 +92,9 @@ async def test_a_supervisor_that_is_gone_leaves_a_banner_dimmed_figures_and_thei
     async with drive(wall=lambda: now[0]) as d:
         await d.sees("└ chat.1")
         node.stop()
-        now[0] = BEGAN + 42
         screen = await d.sees("NO ANSWER", "no supervisor serves this node")
         assert "└ chat.1" in screen  # the last that is known stays
+        now[0] = BEGAN + 42
         d.app._age()
         await d.sees("42s ago")
         assert d.app.screen.has_class("-stale")

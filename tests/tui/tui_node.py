@@ -6,6 +6,7 @@ import asyncio
 import copy
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,8 @@ class FakeNode:
         self.refusals: dict[str, SupervisorError] = {}
         self.advance_s = 0.0
         """Seconds that pass between two looks; tokens and steps grow at a rate of 100 and 25 a second."""
+        self.restless = False
+        """Whether every figure is another one at each look."""
         self.revisions = [self.config.read_text()]
         self.reloads = True
         """Whether this supervisor knows ``reload``."""
@@ -319,11 +322,16 @@ class FakeNode:
             found["mono_s"] += self.advance_s
             found["time_s"] += self.advance_s
             found["gateway"]["tokens_total"] += round(100 * self.advance_s * len(found["workers"]))
-            for each in found["workers"]:
+            for number, each in enumerate(found["workers"]):
                 for one in each["engines"]:
+                    one["since_s"] += self.advance_s
+                    if self.restless:
+                        one["heartbeat_age_s"] = (self._looked * 7 + number * 3) % 20 / 100
                     if one["state"] == "active":
-                        one["step"] += round(25 * self.advance_s)
-                        one["tokens_total"] += round(100 * self.advance_s)
+                        more = (self._looked * 5 + number) % 9 if self.restless else 0
+                        one["step"] += round(25 * self.advance_s) + more
+                        one["tokens_total"] += round(100 * self.advance_s) + 4 * more
+                        one["inflight"] = 3 + more
         return found
 
     def _events(self, args: dict[str, Any]) -> dict[str, Any]:
@@ -398,3 +406,16 @@ def large(engines: int = 64, gpus: int = 8) -> dict[str, Any]:
         worker(f"model-{n:02}", engines=[engine(f"model-{n:02}", 1), engine(f"model-{n:02}", 2, "shadow")]) for n in range(engines // 2)
     ]
     return copy.deepcopy(status(workers, [gpu(n) for n in range(gpus)]))
+
+
+def serve(folder: Path, engines: int, gpus: int) -> None:
+    """Be a large node, whose figures move, until somebody ends this process."""
+    node = FakeNode(folder, large(engines, gpus))
+    node.advance_s, node.restless = 0.5, True
+    with node:
+        print("serving", flush=True)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
