@@ -15,7 +15,10 @@ from shadowsup.tui import tones
 class KeyLine(Widget):
     """Follows the bindings of its screen. A click on a key does what the key does."""
 
-    DEFAULT_CSS = "KeyLine { dock: bottom; height: 1; background: $panel; padding: 0 1; link-style: none; link-background: $panel; link-color: $foreground; }"
+    DEFAULT_CSS = """
+    KeyLine { dock: bottom; height: 1; background: $panel; padding: 0 1; }
+    KeyLine { link-style: none; link-background: $panel; link-color: $foreground; }
+    """
 
     def on_mount(self) -> None:
         self.screen.bindings_updated_signal.subscribe(self, self._updated)
