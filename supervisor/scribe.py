@@ -27,6 +27,7 @@ import msgspec
 from shadowsup.memkeeper.channel import Channel, ChannelClosed, OwnedFd
 from shadowsup.memkeeper.protocol import MAX_FDS
 from shadowsup.supervisor import scribe_protocol as wire
+from shadowsup.supervisor.scribe_file import stamp
 from shadowsup.supervisor.scribe_stream import Lines
 from shadowsup.supervisor.scribe_writer import STALL_S, Counter, Writer
 from shadowsup.wire import credentials
@@ -41,6 +42,10 @@ ENDED_MAX = 64
 """Streams that have ended and whose last lines are still known."""
 
 IDLE_S = 30.0
+ENDED = ".ended"
+"""Ending of the file with engines' last lines, beside the log."""
+ENDS_MAX = 1024 * 1024
+"""Bytes before that file is rotated, once: more than two ends of `ScribeClient.open`'s 200 lines of `TAIL_LINE_MAX`."""
 MAX_REQUEST = 1024 * 1024
 """Bytes of one request."""
 
@@ -183,8 +188,10 @@ class Scribe:
         self._paused.discard(stream)
         os.close(stream.fd)
         stream.fd = -1
-        self._put(stream, stream.lines.finish(time.time()))
+        now_s = time.time()
+        self._put(stream, stream.lines.finish(now_s))
         self._writer.release(stream.path)
+        self._keep_end(stream, now_s)
         del self._streams[stream.spec.key]
         self._ended[stream.spec.key] = stream
         while len(self._ended) > ENDED_MAX:
@@ -193,6 +200,19 @@ class Scribe:
             self._report(serial, None)
         for channel in list(self._channels):
             self._send(channel, wire.Ended(key=stream.spec.key, stream=stream.spec.stream))
+
+    def _keep_end(self, stream: _Stream, now_s: float) -> None:
+        """Write the last lines of an engine once more, to a file that nothing else is written to: a flood of its successor, which rotates
+        the log away in seconds, must not take along why this one died. Two ends at least are there at any time (`ENDS_MAX`)."""
+        spec = stream.spec
+        engine = spec.source.rpartition(".")[0] == stream.path.stem
+        if not engine or not stream.lines.kept or self._stopping:  # then it is us who end
+            return
+        path = stream.path.with_suffix(ENDED)
+        mark = stamp(now_s) + b" " + spec.source.encode() + b" | "
+        self._writer.use(path, max_size=ENDS_MAX, keep=1)
+        self._writer.put(path, b"".join(mark + line + b"\n" for line in stream.lines.kept), Counter())
+        self._writer.release(path)
 
     # --- requests ---------------------------------------------------------------------------------------------------------------
 

@@ -95,8 +95,11 @@ def possible(kinds: Iterable[Kind], status: Status, worker: Status) -> list[Kind
     return [kind for kind in kinds if there.issuperset(kind.targets)]
 
 
-def pids_of(status: Status, worker: Status) -> dict[str, int]:
-    """Return the pid of every target that lives now."""
+def pids_of(status: Status, worker: Status, *, settled: bool = False) -> dict[str, int]:
+    """Return the pid of every target that lives now. ``settled``: engines only once they serve or are parked.
+
+    One that is stopped while it loads is given a minute by the node, as long as an import may hold the GIL: not to be waited for each time.
+    """
     found = {"supervisor": status["node"]["pid"]}
     for part in ("memkeeper", "gateway", "scribe", "sensor"):
         found[part] = status[part]["pid"]
@@ -104,7 +107,8 @@ def pids_of(status: Status, worker: Status) -> dict[str, int]:
         found["nursery"] = nursery["pid"]
         found["spare"] = spare_of(nursery["pid"], (engine["pid"] for each in status["workers"] for engine in each["engines"]))
     for role in ("active", "shadow"):
-        found[role] = next((engine["pid"] for engine in worker["engines"] if engine["role"] == role and engine["pid"]), None)
+        engines = [engine for engine in worker["engines"] if engine["role"] == role and engine["pid"]]
+        found[role] = next((engine["pid"] for engine in engines if not settled or engine["state"] in ("active", "parked")), None)
     return {target: pid for target, pid in found.items() if pid}
 
 

@@ -127,7 +127,7 @@ def files(folder: Path) -> list[str]:
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         history = path.parent.name == "state" and path.name.rstrip(".0123456789") in _HISTORY
-        output = name.startswith("state/logs/") and ".log" in path.name
+        output = name.startswith("state/logs/")
         if not (path.is_dir() or history or output or name in _OURS):
             found.append(name)
     if (folder / "run").exists():

@@ -82,7 +82,7 @@ class Run:
         if kind is None:
             return None
         active = next((engine for engine in worker["engines"] if engine["role"] == "active" and engine["pid"]), None)
-        pids = faults.pids_of(status, worker)
+        pids = faults.pids_of(status, worker, settled=kind.stops)
         if "gateway" in kind.targets:
             self.load.gateway_dies()
         at_s = time.monotonic()

@@ -23,6 +23,8 @@ from shadowsup.supervisor.runtime_dir import read_record
 
 POLL_S = 0.2
 _LINES = 50
+_ENDED_LINES = 400
+"""Two ends (`ScribeClient.open` keeps 200 lines of each)."""
 _MARK = re.compile(rb"(?P<time>\d{4}-\d\d-\d\dT[\d:.]+Z) (?P<source>\S+) \| ")
 """What the scribe puts before each line."""
 
@@ -30,6 +32,7 @@ _MARK = re.compile(rb"(?P<time>\d{4}-\d\d-\d\dT[\d:.]+Z) (?P<source>\S+) \| ")
 @click.command()
 @workers_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as it is written, until Ctrl-C.")
+@click.option("--ended", is_flag=True, help="Only the last lines of engines that have ended: no flood of a later one takes them away.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Begin with the last N lines.  [default: 50; with --since: all]")
 @filter_options()
 @output_option
@@ -38,6 +41,7 @@ def logs(
     ctx: click.Context,
     workers: tuple[str, ...],
     follow: bool,
+    ended: bool,
     lines: int | None,
     since: float | None,
     grep: Any,
@@ -50,7 +54,7 @@ def logs(
     of its own, as it is.
     """
     folder, names = where(locate(ctx), workers)
-    paths = files(folder, workers, names)
+    paths = files(folder, workers, names, ended=ended)
     if not paths and not follow:
         of = f" of {', '.join(workers)}" if workers else ""
         raise SupervisorError(f"there is no output{of} in {folder}", "shadowsup status shows the workers")
@@ -61,11 +65,11 @@ def logs(
         # The end is marked first: what is written meanwhile is shown once, by the followers.
         ends = {path: follower.seek_end() for path, follower in followers.items()}
         if since is None and grep is None:
-            show(last_lines(ends, _LINES if lines is None else lines))
+            show(last_lines(ends, (_ENDED_LINES if ended else _LINES) if lines is None else lines))
         else:
             show(chosen_lines(ends, chosen, since, lines if lines is not None or since is not None else _LINES))
         while follow:
-            for path in files(folder, workers, names):
+            for path in files(folder, workers, names, ended=ended):
                 followers.setdefault(path, Follower(path))
             written = [line for follower in followers.values() for line in follower.read()]
             show(sorted(written, key=stamp_of) if len(followers) > 1 else written)
@@ -101,12 +105,15 @@ def where(runtime_dir: Path, workers: Sequence[str]) -> tuple[Path, frozenset[st
     )
 
 
-def files(folder: Path, workers: Sequence[str], names: frozenset[str]) -> list[Path]:
-    """Return the current (not rotated) log files of workers: ``NAME.log`` and those of their engines, ``NAME.K.log``; all without one."""
+def files(folder: Path, workers: Sequence[str], names: frozenset[str], *, ended: bool = False) -> list[Path]:
+    """Return the current (not rotated) log files of workers: ``NAME.log`` and those of their engines, ``NAME.K.log``; all without one.
+
+    ``ended``: those with the last lines of engines that have ended, ``NAME.ended``.
+    """
     own = re.compile("|".join(rf"{re.escape(worker)}(\.\d+)?" for worker in workers))
     with contextlib.suppress(OSError):
-        there = sorted(path for path in folder.iterdir() if path.suffix == ".log")
-        return [path for path in there if not workers or path.name in names or own.fullmatch(path.stem)]
+        there = sorted(path for path in folder.iterdir() if path.suffix == (".ended" if ended else ".log"))
+        return [path for path in there if not workers or path.with_suffix(".log").name in names or own.fullmatch(path.stem)]
     return []
 
 

@@ -15,7 +15,7 @@ from bench_world import ENGINE_PATH
 from click.testing import CliRunner
 
 from shadowsup.supervisor.bench import chaos, chaos_leaks
-from shadowsup.supervisor.bench.chaos_faults import Kind, Strike, chosen, missing, possible, strike
+from shadowsup.supervisor.bench.chaos_faults import Kind, Strike, chosen, missing, pids_of, possible, strike
 from shadowsup.supervisor.bench.chaos_load import Load, Question
 from shadowsup.supervisor.bench.client import Stream
 from shadowsup.supervisor.bench.tables import tables
@@ -34,15 +34,15 @@ def toy() -> dict[str, Any]:
 @pytest.mark.timeout(180)
 async def test_faults_of_every_kind_change_no_token_and_leave_nothing() -> None:
     """P01, P02, P05, P31, P34, P35 under load: whichever process dies, at whatever instant. A failure says the seed."""
-    plan = chaos.Plan(faults=40, seed=20_261_130, settle_timeout_s=60.0)
+    plan = chaos.Plan(faults=30, seed=20_261_130, settle_timeout_s=60.0)
     said: list[str] = []
     document = await chaos.measure(toy(), plan, said.append, start=chaos.TOY_START)
     what = json.dumps({name: document[name] for name in ("plan", "wrong", "stuck", "leaks", "faults")}, indent=1)
     assert not chaos.failed(document), what
-    assert document["faults"]["total"] == 40
+    assert document["faults"]["total"] == 30
     assert len(document["faults"]["by_kind"]) >= 8, what
-    assert document["recoveries"]["total"] >= 8, what
-    assert document["tokens_compared"] > 40 * 48, what
+    assert document["recoveries"]["total"] >= 6, what
+    assert document["tokens_compared"] > 30 * 48, what
     assert document["blocks"]["share"] >= 0.95, what
     assert "seed 20261130" in said
     assert all(len(row) == len(table.columns) for table in tables(document) for row in table.rows)
@@ -105,7 +105,10 @@ def test_anything_wrong_fails_the_run(changed: str, value: Any) -> None:
 
 def status(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     part = {"state": "running", "pid": 999_901}
-    engines = [{"role": "active", "pid": 999_911, "id": "chat.1"}, {"role": "shadow", "pid": 999_912, "id": "chat.2"}]
+    engines = [
+        {"role": "active", "pid": 999_911, "id": "chat.1", "state": "active"},
+        {"role": "shadow", "pid": 999_912, "id": "chat.2", "state": "loading"},
+    ]
     worker = {"name": "chat", "state": "healthy", "shadows": 1, "engines": engines}
     found = {
         "node": {"pid": 999_900},
@@ -132,6 +135,13 @@ def test_a_node_without_sensor_and_nursery_is_spared_those_kinds() -> None:
     kinds = possible(list(Kind), found, worker)
     assert Kind.SENSOR not in kinds and Kind.SPARE not in kinds and Kind.NURSERY_ACTIVE not in kinds
     assert Kind.ACTIVE in kinds and Kind.GATEWAY in kinds
+
+
+def test_an_engine_that_loads_is_killed_but_not_stopped() -> None:
+    found, worker = status(nursery=[])
+    assert pids_of(found, worker)["shadow"] == 999_912
+    assert "shadow" not in pids_of(found, worker, settled=True)
+    assert pids_of(found, worker, settled=True)["active"] == 999_911
 
 
 def test_a_node_is_whole_only_when_whoever_was_struck_has_been_replaced() -> None:

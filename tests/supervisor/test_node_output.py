@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -64,6 +65,35 @@ def test_p18_a_flood_of_output_costs_no_memory_no_heartbeat_and_no_failover(tmp_
         logs = list((node.state / "logs").glob("chat.log*"))
         assert sum(path.stat().st_size for path in logs) < 3_000_000
         assert len(logs) == 2
+
+
+def logs(node: FakeNode, *words: str) -> list[str]:
+    command = [sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(node.runtime), "logs", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_the_last_words_of_the_last_two_runs_are_there_whatever_came_after(tmp_path: Path) -> None:
+    """P16, P18: a flood of the third engine rotates the log away many times over."""
+    with running(tmp_path, worker(logs={"max_size": "64KiB", "keep": 1})) as node:
+        node.healthy()
+        for _ in range(2):
+            victim = node.engine("active")
+            os.kill(victim["pid"], 9)
+            node.until(lambda s: any(e["id"] != victim["id"] and e["state"] == "active" for e in s["workers"][0]["engines"]))  # noqa: B023
+            node.healthy()
+        active = node.engine("active")["id"]
+        flood = Flood(node.engine("active")["pid"])
+        try:
+            path = node.state / "logs" / "chat.log"
+            node.until(lambda _: flood.written > 3_000_000 and "loading toy" not in path.read_text())
+        finally:
+            flood.stop()
+        assert "loading toy" not in path.read_text()
+        said = logs(node, "chat", "--ended")
+    for engine in ("chat.1", "chat.2"):
+        assert any(f" {engine} | " in line and "loading toy" in line for line in said), said
+        assert any(f" {engine} | " in line and "active in epoch" in line for line in said), said
+    assert not any(f" {active} | " in line for line in said)
 
 
 SLOW = """
