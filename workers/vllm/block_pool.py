@@ -137,12 +137,12 @@ class KeptBlockPool(BlockPool):
 
     def fence(self) -> int:
         """No former engine writes any more: every block may be used, the reserve is set aside. Returns its size."""
-        self._budget = None
-        journal = self._journal
+        journal, queue = self._journal, self.free_block_queue
         assert journal is not None
-        queue = self.free_block_queue
-        for block_id in self._reserve:  # what was not used of it stays set aside
-            queue.remove(self.blocks[block_id])
+        if self._budget is not None:
+            self._budget = None
+            for block_id in self._reserve:  # what was not used of it stays set aside
+                queue.remove(self.blocks[block_id])
         surplus = sorted(self._reserve)[self._reserve_target :]
         if surplus:  # an owner with a larger reserve set them aside
             journal.clear_reserve(surplus)
