@@ -57,9 +57,12 @@ class HeldWorker:
         """Requests that wait for an engine."""
         self.ended: ApiError | None = None
         """Why no request of this worker will be answered any more."""
+        self.suspects = asyncio.Lock()
+        """Held by the one suspect whose turn it is (`shadowsup.supervisor.gateway.held_turn`)."""
         self._tries: set[Try] = set()
         self._changed = asyncio.Event()
         self._lost: Target | None = None
+        self._broke: tuple[Target | None, float] = (None, 0.0)
 
     @property
     def name(self) -> str:
@@ -114,6 +117,12 @@ class HeldWorker:
 
     def over(self, each: Try) -> None:
         self._tries.discard(each)
+
+    def broke(self, target: Target, sent_s: float, now: float) -> bool:
+        """Whether a request that was sent to ``target`` at ``sent_s`` was in it when it broke: what comes after that finds it dead."""
+        if self._broke[0] != target:
+            self._broke = (target, now)
+        return sent_s <= self._broke[1]
 
     def lost(self, target: Target) -> None:
         """A request lost ``target`` in mid-answer."""

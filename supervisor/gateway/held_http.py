@@ -28,7 +28,8 @@ from shadowsup.supervisor.gateway.generate import Record
 from shadowsup.supervisor.gateway.held import HeldWorker, Patience, Target
 from shadowsup.supervisor.gateway.held_plain import AnsweredError, EngineError, check_event, tokens_in
 from shadowsup.supervisor.gateway.held_request import Asked
-from shadowsup.supervisor.gateway.held_servers import Servers
+from shadowsup.supervisor.gateway.held_servers import Asking, Servers
+from shadowsup.supervisor.gateway.held_turn import Turn
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import headers_back
 from shadowsup.supervisor.gateway.sse import EventSplitter
@@ -81,25 +82,12 @@ class HeldProxy:
         except _ClientLeft:
             raise ConnectionResetError from None
         finally:
+            run.turn.leave()
             worker.inflight -= 1
 
 
 class _ClientLeft(Exception):
     """Raised when the client cannot be written to. Not a ConnectionError: those are the engines'."""
-
-
-class _Try:
-    """One request at one engine. Dropping it breaks off whatever is waited for."""
-
-    def __init__(self, target: Target, asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
-        self.target = target
-        self.asking = asking
-
-    def drop(self) -> None:
-        if not self.asking.done():
-            self.asking.cancel()
-        elif not self.asking.cancelled() and self.asking.exception() is None:
-            self.asking.result().close()
 
 
 class _Run:
@@ -115,25 +103,27 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._patience = Patience(self._heard_s)
+        self.turn = Turn(worker.suspects)
         self._interrupted_s: float | None = None
         self._last_token_s: float | None = None
         self._last_epoch = -1
         self._resubmissions = 0
         self._follows = Answer(asked) if asked is not None and asked.followed else None
         self._streams = asked is not None and asked.stream
-        self._begun = False
-        """The client has something of an answer (comments are none)."""
+        self._begun = False  # the client has something of an answer; comments are none
         self.response = web.StreamResponse(headers=_STREAM_HEADERS | {"x-request-id": record.id})
 
     async def to_the_end(self) -> web.StreamResponse:
         while True:
+            if self.turn.suspect:
+                await self._until(self.turn.take(), self._patience.gives_up_at_s(self._worker), "waiting for the engine")
             target = await self._engine()
             self._patience.tried(target)
             try:
                 async with self._owner.servers.using(target.upstream) as session:
                     return await self._at(target, session)
             except EngineError as error:
-                await self._refused(error)
+                await self._refused(target, error)
             except EngineFailed as failure:
                 if failure.code < 500:
                     raise ApiError(failure.code, str(failure)) from None
@@ -142,6 +132,8 @@ class _Run:
             except Misstep as misstep:
                 self._worker.counts.missteps += 1
                 raise self._unreplayable(f"its successor told another answer: {misstep}") from None
+            except aiohttp.ClientConnectorError:
+                self._patience.refused("its engine does not answer", self._loop.time())
             except _CUT_OFF as error:
                 self._lost(target, f"its engine broke off ({type(error).__name__})")
                 self._patience.refused("its engine broke off", self._loop.time())
@@ -204,8 +196,9 @@ class _Run:
         """Send the request to ``target`` and read its answer; raises what tells that another must be asked."""
         body = self._body_for(target)
         asking = self._loop.create_task(self._owner.servers.ask(session, target.upstream, self._http, body, self._record.id))
-        this = _Try(target, asking)
+        this = Asking(target, asking)
         self._worker.began(this)
+        self.turn.sent()
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=self._owner.keepalive_s if self._streams else None)
@@ -254,6 +247,7 @@ class _Run:
         if self._worker.ended is not None:
             raise self._worker.ended
         log.info("request %s: %s", self._record.id, why)
+        self._accuse(target)
         if not self._begun:
             return
         self._worker.lost(target)
@@ -263,18 +257,29 @@ class _Run:
             obstacle = self._asked.obstacle if self._asked is not None else "answers of this path are not followed"
             raise self._unreplayable(f"another cannot continue it: {obstacle}")
 
+    def _accuse(self, target: Target) -> None:
+        """An engine ended, or failed, with this request in it."""
+        now = self._loop.time()
+        self.turn.engine_lost(now, inside=self._worker.broke(target, self.turn.sent_s, now))
+        if self.turn.guilty:
+            self._worker.counts.gave_up += 1
+            message = f"{self.turn.lost} engines of worker {self._worker.name} in a row ended when they got this request"
+            raise ApiError(500, f"{message}: it is given to no other", code="engine_killer")
+
     def _unreplayable(self, why: str) -> ApiError:
         self._worker.counts.unreplayable += 1
         log.error("request %s cannot be continued: %s", self._record.id, why)
         return unavailable(f"The engine of worker {self._worker.name} died in the middle of this answer, and {why}")
 
-    async def _refused(self, error: EngineError) -> None:
+    async def _refused(self, target: Target, error: EngineError) -> None:
         """An engine answered with an error: the client's, or the engine's?"""
         said = AnsweredError(error, self._worker.name)
         replayed = self._follows is not None and self._follows.output_tokens > 0
         if error.status < 500 or error.status == 501:
             raise self._unreplayable(f"its successor does not take it: {said.told}") if replayed else said
         self._worker.counts.refusals += 1
+        if error.status == 500:
+            self._accuse(target)
         if self._begun:
             self._patience.refused(said.told, self._loop.time())
         else:
@@ -380,6 +385,7 @@ class _Run:
             self._worker.counts.gaps.observe((now - self._last_token_s) / new, new)
         self._last_token_s = now
         self._patience.progress(now)
+        self.turn.progress()
         if self._interrupted_s is not None and self._worker.resumed is not None:
             self._worker.resumed(now - self._interrupted_s)
         self._interrupted_s = None

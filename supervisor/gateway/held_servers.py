@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -9,7 +10,22 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
+from shadowsup.supervisor.gateway.held import Target
 from shadowsup.supervisor.gateway.proxy import CONNECT_S, Proxy, target_url
+
+
+class Asking:
+    """One request at one engine (a `Try`). Dropping it breaks off whatever is waited for."""
+
+    def __init__(self, target: Target, asking: asyncio.Task[aiohttp.ClientResponse]) -> None:
+        self.target = target
+        self.asking = asking
+
+    def drop(self) -> None:
+        if not self.asking.done():
+            self.asking.cancel()
+        elif not self.asking.cancelled() and self.asking.exception() is None:
+            self.asking.result().close()
 
 
 @dataclass(slots=True)

@@ -54,6 +54,8 @@ class StubVllm:
     """When it dies; what it had sent until then has reached the gateway."""
     revives: bool = False
     dead: bool = False
+    spared: asyncio.Event = field(default_factory=asyncio.Event)
+    """Until then requests with ``X-Slow`` wait."""
     without_plugin: bool = False
     lies: bool = False
     """Replays other text than was delivered."""
@@ -75,14 +77,17 @@ class StubVllm:
     def upstream(self) -> str:
         return f"unix:{self.path}"
 
-    async def stop(self) -> None:
-        """As after a SIGKILL: every connection breaks, nobody answers any more."""
+    def die(self) -> None:
+        """Break every connection and answer nobody any more."""
+        self.dead = True
         server = self._runner.server
-        if not isinstance(server, web.Server):
-            return
-        for connection in list(server.connections):
+        for connection in list(server.connections) if isinstance(server, web.Server) else ():
             if connection.transport is not None:
                 connection.transport.abort()
+
+    async def stop(self) -> None:
+        """As after a SIGKILL."""
+        self.die()
         await self._runner.cleanup()
         Path(self.path).unlink(missing_ok=True)
 
@@ -95,6 +100,11 @@ class StubVllm:
             assert http.transport is not None
             http.transport.abort()
             return web.Response()
+        if "X-Poison" in http.headers:
+            self.die()
+            return web.Response()
+        if "X-Slow" in http.headers:
+            await self.spared.wait()
         if self.fails:
             status, error = self.fails.pop(0)
             return web.json_response(error, status=status)

@@ -476,3 +476,33 @@ async def test_a_draining_gateway_and_a_removed_worker_fail_their_requests_clear
         assert response.status == 503 and response.headers["x-should-retry"] == "true"
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("body", [STREAM, CHAT], ids=["streamed", "whole"])
+async def test_a_request_that_ends_every_engine_is_found_and_takes_no_other_with_it(node: Node, body: dict[str, Any]) -> None:
+    engines = [await StubVllm(node.folder, number).start() for number in range(10, 20)]
+    try:
+        await node.supervisor.route(row(None, 0))
+        poison = node.post(body, headers={"X-Poison": "1"})
+        others = [node.post(STREAM, headers={"X-Slow": "1"}) for _ in range(3)]
+        await held(node, 4)
+        for epoch, engine in enumerate(engines, 1):
+            if epoch > 2:
+                engine.spared.set()
+            await node.supervisor.route(row(engine, epoch))
+            while not (engine.dead or poison.done()):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            if poison.done():
+                break
+            await node.supervisor.route(row(None, epoch))
+        assert sum(engine.dead for engine in engines) == 5
+        engines[-1].spared.set()
+        await node.supervisor.route(row(engines[-1], 100))
+        response = await poison
+        assert response.status == 500 and (await response.json())["error"]["code"] == "engine_killer"
+        assert response.headers["x-should-retry"] == "false"
+        for other in others:
+            assert (await (await other).read()).endswith(b"data: [DONE]\n\n")
+    finally:
+        for engine in engines:
+            await engine.stop()
