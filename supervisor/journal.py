@@ -85,6 +85,18 @@ class LineFile:
             self._fd = -1
 
 
+def last_lines(path: Path, limit: int = 2**21) -> list[bytes]:
+    """Return the whole lines in the last ``limit`` bytes of a file, oldest first; [] where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - limit)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    return lines[1 if start else 0 : -1]
+
+
 class Journal:
     """The node's event stream. ``publish`` is given the number and the JSON of each event."""
 
@@ -95,6 +107,19 @@ class Journal:
         self._file = LineFile(path) if path is not None else None
         self._ring: deque[Event] = deque(maxlen=KEEP_EVENTS)
         self._n = 0
+
+    def resume(self, since_s: float) -> None:
+        """Go on with the numbers of the supervisor before this one, and show what it has recorded since (seconds since the epoch)."""
+        if self._file is None:
+            return
+        for line in last_lines(self._file.path):
+            try:
+                event = msgspec.json.decode(line, type=Event)
+            except msgspec.MsgspecError:  # cut off by the death of its writer, or another version's
+                continue
+            if event.ts >= since_s and event.n > self._n:
+                self._ring.append(event)
+                self._n = event.n
 
     @property
     def last(self) -> int:

@@ -145,6 +145,8 @@ class Node:
         self.registry = Registry(paths.processes)
         if found is not None:
             self.registry.resume()
+            self.journal.resume(found.record.began_s)
+            self.recoveries.resume(found.record.began_s)
         self.beats = BeatRouter(self._context, paths.beats, self._heard)
         reading = Reading(control=paths.control_ro, events=paths.events_ro, group=config.node.gid) if config.node.gid is not None else None
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self), reading=reading)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from shadowsup.supervisor.journal import LineFile
+from shadowsup.supervisor.journal import LineFile, last_lines
 from shadowsup.supervisor.protocol import Recovery
 
 KEEP = 1_000
@@ -27,6 +27,23 @@ class RecoveryBook:
         self._counts: dict[tuple[str, str], int] = {}
         self._written: set[int] = set()
         self._n = 0
+
+    def resume(self, since_s: float) -> None:
+        """Go on with the numbers of the supervisor before this one, and show what it has recorded since (seconds since the epoch)."""
+        if self._file is None:
+            return
+        for line in last_lines(self._file.path):
+            try:
+                recovery = msgspec.json.decode(line, type=Recovery)
+            except msgspec.MsgspecError:
+                continue
+            if recovery.ts >= since_s and recovery.n > self._n:
+                self._n = recovery.n
+                self._kept.append(recovery)
+                self._last[recovery.worker] = recovery
+                self._written.add(recovery.n)
+                key = (recovery.worker, recovery.kind)
+                self._counts[key] = self._counts.get(key, 0) + 1
 
     def note(self, recovery: Recovery, *, done: bool = False) -> bool:
         """Take a record, number it when it is new, write it when it is ``done``. Returns whether it was new."""

@@ -16,6 +16,7 @@ from shadowsup.wire.engine import Beat, EngineState, Phase, Role
 
 DIED_ALONE = "engine process died while there was no supervisor"
 SUCCEEDED = "another engine has succeeded it"
+CUT_SHORT = "engine lost; the supervisor died in the middle of the recovery, and times count from its successor's start"
 CONDEMNED = "its end had begun"
 
 _CURRENT, _OTHER, _UNKNOWN = 1, 0, -1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from shadowsup.supervisor.policy import ladder, severity
 from shadowsup.supervisor.policy import messages as m
-from shadowsup.supervisor.policy.adoption import picture
+from shadowsup.supervisor.policy.adoption import CUT_SHORT, picture
 from shadowsup.supervisor.policy.model import (
     LATE_S,
     PLANNED,
@@ -128,6 +128,21 @@ class WorkerPolicy(Upkeep):
             self._condemn(self.engines[name], cause, now_s)
             if name in stands.frozen:
                 self._frozen(self.engines[name], now_s)
+        self._finish_recovery(now_s)
+
+    def _finish_recovery(self, now_s: float) -> None:
+        """The supervisor died in the middle of a failover: what is left of it is recorded as one, counted from here."""
+        active = self.active
+        lost = [e for e in self.engines.values() if e.dying and e.epoch > 0]
+        if self.timeline is not None or active is None or active.fence_sent or not lost:
+            return
+        old = max(lost, key=lambda e: e.seq)
+        old.cause = CUT_SHORT
+        self.timeline = Timeline(self.settings.name, old, self.epoch, now_s, wants_refill=self.settings.shadows > 0, gpus=self.gpus)
+        self.timeline.ordered(active, self.epoch, self.gpus)
+        if active.promoted_s is not None:
+            self.timeline.promoted(None, now_s)
+        self._do(m.Record(self.timeline.recovery))
 
     def _ordered(self, event: m.WorkerEvent, now_s: float) -> None:
         """Take a wish of the operator."""

@@ -118,13 +118,13 @@ TABLE: dict[str, tuple[tuple[m.FoundEngine, ...], dict[str, Any], WorkerState, l
     "the order to promote was read": (
         (engine(1, alive=False), parked(2, ordered=2)),
         {"epoch": 1, "owner": 1},
-        WorkerState.STARTING,
+        WorkerState.RECOVERING,
         ["kill chat.1"],
     ),
     "the successor is just taking over": (
         (engine(1, alive=False), engine(2, EngineState.PROMOTING, ordered=2)),
         {"epoch": 2, "owner": 2},
-        WorkerState.STARTING,
+        WorkerState.RECOVERING,
         ["kill chat.1"],
     ),
     "the successor waits for its fence": (
@@ -225,8 +225,13 @@ def test_a_successor_that_was_ordered_is_believed_when_it_serves() -> None:
     policy.handle(m.Gone("chat.1"), NOW_S + 0.1)
     actions = policy.beat(beat(2, EngineState.ACTIVE, epoch=2, ordered=2, fenced=False), NOW_S + 0.2)
     validate(policy)
-    assert summary(actions) == ["fence chat.2", "spawn chat.3"]
+    assert summary(actions) == ["fence chat.2"]
     assert policy.epoch == 2
+    assert summary(policy.handle(m.Tick(), NOW_S + 1.3)) == ["fence chat.2", "spawn chat.3"], "no token was to be sent: refill"
+    assert policy.timeline is not None
+    recovery = policy.timeline.recovery
+    assert (recovery.kind, recovery.from_engine, recovery.to_engine, recovery.epoch) == ("shadow", "chat.1", "chat.2", 2)
+    assert "supervisor died" in recovery.cause
 
 
 def test_a_fence_is_ordered_again_until_it_is_answered() -> None:

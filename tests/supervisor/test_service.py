@@ -38,9 +38,9 @@ def segments(node: ServiceNode) -> set[str]:
 
 def kill(node: ServiceNode, *pids: int) -> None:
     node.close()
+    others = [psutil.Process(pid) for pid in pids]
     node.process.kill()
     node.process.wait()
-    others = [psutil.Process(pid) for pid in pids]
     for process in others:
         with contextlib.suppress(psutil.NoSuchProcess):  # a spare nursery ends with its supervisor
             process.kill()
