@@ -50,7 +50,8 @@ def picture(found: m.Adopt, now_s: float) -> Picture:
     current = _set_in_use(found, active)
     made.kv_known = not current or found.kv_set == current
     first = 1 if active is not None and active.alive else 0  # before a living owner of epoch 1 there was none
-    fenced = active is not None and active.alive and active.beat is not None and active.beat.fenced
+    said = active.beat if active is not None and active.alive else None
+    fenced = said is not None and said.epoch == made.epoch and said.fenced  # one that has not taken over yet cannot know
     for engine in found.engines:
         record = made.engines[engine.id] = _record(engine, claims[engine.id], now_s)
         record.kv_set = _generation(engine, current, made.kv_known)
