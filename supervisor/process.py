@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from shadowsup.supervisor import exit_status
 from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
@@ -263,6 +264,8 @@ class Child:
         self._alive = False
         if self._returncode is None:
             self._returncode = collect(self.pidfd)
+        if self._returncode is None:  # not our child
+            self._returncode = exit_status.of(self.pidfd, self.identity)
         _watched.discard(self.identity.pid)
         self._lost.set()
         self._gone.set()
