@@ -116,10 +116,11 @@ def find(node: str, instance: str, *, root: Path = ROOT, uid: int | None = None)
     own = own_group(root)
     if own is None:
         return None
-    for folder in (own, own.parent):  # with DelegateSubgroup= the group that was given to us is the one above ours
-        if _may_change(folder, root, os.geteuid() if uid is None else uid):
-            return NodeCgroup(folder / FOLDER.format(node=node, instance=instance))
-    return None
+    uid = os.geteuid() if uid is None else uid
+    name = FOLDER.format(node=node, instance=instance)
+    if _marked(own.parent) and os.access(own.parent, os.W_OK):  # DelegateSubgroup=: the group that was given to us is the one above ours
+        return NodeCgroup(own.parent / name)
+    return NodeCgroup(own / name) if _may_change(own, root, uid) else None
 
 
 def own_group(root: Path = ROOT) -> Path | None:
@@ -162,8 +163,12 @@ def _may_change(folder: Path, root: Path, uid: int) -> bool:
         return False
     if uid != 0:
         return folder.stat().st_uid == uid and os.access(folder / "cgroup.procs", os.W_OK)
-    if not (root / "run/systemd/system").is_dir():  # sd_booted(3)
-        return True
+    # sd_booted(3): without systemd nobody else makes groups here.
+    return not (root / "run/systemd/system").is_dir() or _marked(folder)
+
+
+def _marked(folder: Path) -> bool:
+    """Tell whether systemd has marked the group as given away."""
     for name in _DELEGATED:
         with contextlib.suppress(OSError):
             if os.getxattr(folder, name) == b"1":

@@ -82,6 +82,18 @@ def test_with_a_subgroup_of_its_own_the_supervisor_uses_the_group_above(tmp_path
     assert (found.path / "cgroup.subtree_control").read_text() == "+memory\n"
 
 
+def test_an_ordinary_users_group_is_used_and_not_the_one_above_it(tmp_path: Path) -> None:
+    """Below user@.service everything is the user's, but what lies above is systemd's to arrange."""
+    folder = lay_out(tmp_path, own="/user.slice/user@7.service/app.slice/node.scope")
+    (folder.parent / "cgroup.procs").write_text("")
+    (tmp_path / "run/systemd/system").mkdir(parents=True)
+    found = find("demo", "ab12", root=tmp_path, uid=os.geteuid() or None) if os.geteuid() else None
+    if os.geteuid() == 0:
+        assert find("demo", "ab12", root=tmp_path) is None  # root's, and not delegated
+        return
+    assert found is not None and found.path.parent == folder
+
+
 def test_another_users_group_is_not_ours(tmp_path: Path) -> None:
     lay_out(tmp_path)
     assert find("demo", "ab12", root=tmp_path, uid=os.geteuid() + 1 or 1) is None
