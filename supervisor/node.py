@@ -480,6 +480,8 @@ class Node:
         process = owner.engines.get(engine) if owner is not None else None
         if process is not None:
             process.told_status(status_code)
+        elif owner is not None:
+            owner.put(m.Explained(engine, status_code))
 
     def _published(self, event: bytes) -> None:
         self._control.publish(event)

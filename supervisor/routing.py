@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 
 from shadowsup.supervisor.config.model import EngineKind
@@ -59,5 +60,7 @@ class RouteTable:
             upstream=upstream,
             metrics=VLLM_METRICS if config.engine is EngineKind.VLLM else config.metrics or "",
             give_up_after_s=policy.give_up_after_s,
+            deaths=policy.deaths(time.monotonic()) if isinstance(policy, WorkerPolicy) else (),
+            admits=policy.paused_s is None if isinstance(policy, WorkerPolicy) else True,
             reason=policy.reason.partition("\n")[0],  # clients are not shown an engine's output
         )

@@ -14,6 +14,7 @@ from shadowsup.wire.engine import Phase
 from shadowsup.wire.link import Accepted, Rejected, Sampling, Submit, Token
 from shadowsup.workers.detokenize import Detokenizer
 from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.faults import Faults
 from shadowsup.workers.loop_blocks import Blocks, slots
 from shadowsup.workers.requests import Request
 from shadowsup.workers.scheduler import Chunk, Limits, Scheduler
@@ -166,11 +167,14 @@ class Serving:
         self._chat = chat
         self._max_context = max_context
         self._scheduler = Scheduler(blocks.pool, limits, blocks.salt)
+        self._faults = Faults.from_environment(tokenizer.decode)
         self._rejected: list[Rejected] = []
 
     def next(self) -> Batch | None:
         """Return the next step; None when nothing can be computed now."""
         plan = self._scheduler.plan()
+        if self._faults is not None:
+            self._faults.look(chunk.request.tokens for chunk in plan)
         return Batch(plan, self._scheduler, self._blocks, self._eos) if plan else None
 
     def events(self) -> list[Accepted | Token | Rejected]:

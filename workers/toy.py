@@ -32,6 +32,7 @@ from shadowsup.workers.api import KvGeometry, StepResult
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.detokenize import Detokenizer
 from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.faults import Faults
 from shadowsup.workers.kv_pool import IndexMirror, KvPool
 from shadowsup.workers.requests import Request
 from shadowsup.workers.scheduler import Chunk, Limits, Scheduler
@@ -71,6 +72,7 @@ class FakeEngine:
         self._scheduler: Scheduler | None = None
         self._rejected: list[Rejected] = []
         self._phase = Phase.IDLE
+        self._faults = Faults.from_environment(self.tokenizer.decode)
 
     # --- coming up -------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +199,8 @@ class FakeEngine:
             time.sleep(0.01)
         plan = scheduler.plan()
         if plan:
+            if self._faults is not None:
+                self._faults.look(chunk.request.tokens for chunk in plan)
             self._phase = Phase.PREFILL if any(chunk.count > 1 for chunk in plan) else Phase.DECODE
             started = time.monotonic()
             sampled = [token for chunk in plan if (token := self._compute(chunk)) is not None]

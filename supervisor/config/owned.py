@@ -49,6 +49,9 @@ _BY_ENGINE = {
     EngineKind.COMMAND: {},
 }
 
+FAULT_DRILL = "SHADOWSUP_FAULT"
+"""Of our own names the one that is for operators: faults on demand (docs/design.md, Error classes)."""
+
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "use gpus",
     "NVIDIA_VISIBLE_DEVICES": "use gpus",
@@ -69,6 +72,6 @@ def owned_argument(engine: EngineKind, name: str) -> str | None:
 
 def owned_variable(name: str) -> str | None:
     """Return why ``env`` may not have ``name``; None if it may."""
-    if name.startswith("SHADOWSUP_"):
+    if name.startswith("SHADOWSUP_") and name != FAULT_DRILL:
         return "names that start with SHADOWSUP_ are for shadowsup itself"
     return _ENVIRONMENT.get(name)

@@ -99,6 +99,8 @@ _COUNTS = {
     "missteps": "Engine events that would have left a hole in a client's text; the request was replayed instead.",
     "refusals": "Requests an engine refused for now.",
     "gave_up": "Requests that failed because no engine came in time.",
+    "isolated": "Times that a request was run alone, because engines had died of their own making while they had it.",
+    "poisoned": "Requests that failed because they end engines, even alone.",
     "unreplayable": "Answers broken off because no other engine could continue them.",
 }
 

@@ -223,6 +223,11 @@ class Stream:
         self.retry_at_s = None
 
     @property
+    def fresh(self) -> bool:
+        """Whether no engine has had it yet."""
+        return self._last_epoch == 0
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.prompt_ids or ())
 

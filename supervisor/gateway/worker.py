@@ -9,14 +9,18 @@ The core of a failover, in the order in which it happens:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shadowsup.histogram import Buckets
 from shadowsup.supervisor.gateway.errors import ApiError, unavailable
 from shadowsup.supervisor.gateway.stream import Misstep, Stream, StreamState
+from shadowsup.supervisor.gateway.suspects import Suspects
 from shadowsup.wire.engine import EngineState, WorkerRoute
 from shadowsup.wire.link import Accepted, Cancel, FromEngine, Hello, Rejected, Stage, ToEngine, Token, Unstage
+
+log = logging.getLogger(__name__)
 
 Send = Callable[[str, Sequence[ToEngine]], bool]
 """Puts messages for an engine in one frame. False: it has no link (its `link_lost` is on the way), or does not read fast enough to be sent
@@ -49,6 +53,10 @@ class Counts:
     gave_up: int = 0
     gaps: Buckets = field(default_factory=lambda: Buckets(GAP_S))
     """Seconds between the tokens of a stream, pauses of a failover included."""
+    isolated: int = 0
+    """Times that a request was run alone, because engines had died of their own making while they had it."""
+    poisoned: int = 0
+    """Requests that failed because they end engines, even alone."""
     unreplayable: int = 0
     """Answers broken off because no other engine could continue them."""
 
@@ -77,6 +85,9 @@ class Worker:
         """By wire id, in order of arrival: the streams an engine has."""
         self._held: dict[str, Stream] = {}
         """By request id, in the order in which they go to the next engine."""
+        self._suspects = Suspects()
+        self._now_s = 0.0
+        """When anything was last told."""
         self._staged: dict[str, set[str]] = {}
         """By engine: the request ids whose prompts it knows before it is given them."""
 
@@ -102,11 +113,14 @@ class Worker:
     def rerouted(self, route: WorkerRoute, now: float) -> None:
         """Take the worker's new row of the routing table."""
         self.route = route
+        self._suspects.learn(route.epoch, route.deaths)
         if route.epoch > self.epoch:
             self._new_epoch(route.epoch, None, now)
         elif route.epoch < self.epoch and self._epoch_from not in {engine.engine for engine in route.engines}:
             # Not a table from before the promotion (that one lists the promoted engine): the worker counts anew, with a new ledger.
             self._new_epoch(route.epoch, None, now)
+        if self._suspects.trial is None and self._suspects.suspected(self._streams.values(), now):
+            self._recall(now)  # the causes became known late: they, and everybody, run already
         self._elect(now)
         self._fail_the_hopeless()
 
@@ -167,7 +181,8 @@ class Worker:
 
     def add(self, stream: Stream, now: float) -> None:
         """A new request."""
-        if self.serving is not None:
+        self._now_s = now
+        if self.serving is not None and self.route.admits and self._suspects.trial is None and not self._held_back(now):
             self._submit(self.serving, [stream], now)
         elif self.route.state in NO_HOPE:
             self._fail([stream], self._unavailable(stream))
@@ -177,9 +192,12 @@ class Worker:
     def cancel(self, stream: Stream) -> None:
         """The client is gone. What is held is not replayed."""
         engine = stream.engine
+        tried = self._suspects.trial == stream.rid
         self._forget(stream)
         if engine is not None:
             self._send(engine, [Cancel(rid=stream.wire_rid)])
+        if tried:
+            self._elect(self._now_s)
 
     def abandon(self, error: ApiError) -> None:
         """End all streams with ``error`` (the gateway goes away)."""
@@ -194,21 +212,24 @@ class Worker:
         """When `expire` has something to do; None while nothing is waited for."""
         times = []
         for stream in self._held.values():
-            times.append(stream.gives_up_at_s(self.route.give_up_after_s))
+            if not self._kept_waiting(stream):
+                times.append(stream.gives_up_at_s(self.route.give_up_after_s))
             if self.serving is not None:
                 times.append(stream.retry_at_s)
+        if self.serving is not None and self._held:
+            times.append(self._suspects.sort(self._held.values(), self._now_s).until_s)
         return min((time for time in times if time is not None), default=None)
 
     def expire(self, now: float) -> None:
         """Give up on streams that waited too long; ask again where an engine said "not now"."""
-        for stream in list(self._held.values()):
+        self._now_s = now
+        for stream in [stream for stream in self._held.values() if not self._kept_waiting(stream)]:
             gives_up_at_s = stream.gives_up_at_s(self.route.give_up_after_s)
             if gives_up_at_s is not None and gives_up_at_s <= now:
                 self.counts.gave_up += 1
                 self._fail([stream], self._unavailable(stream, waited=True))
         if self.serving is not None:
-            due = [stream for stream in self._held.values() if stream.retry_at_s is not None and stream.retry_at_s <= now]
-            self._submit(self.serving, due, now)
+            self._release(self.serving, now, due=True)
 
     # Inside
 
@@ -220,11 +241,57 @@ class Worker:
 
     def _elect(self, now: float) -> None:
         """Find the engine that takes requests: active, of the newest epoch. The ledger has one owner for each epoch, so there is one."""
+        self._now_s = now
         may_serve = [e for e, hello in self._engines.items() if hello.state is EngineState.ACTIVE and hello.epoch == self.epoch]
         if self.serving not in may_serve:
             self.serving = may_serve[0] if may_serve else None
         if self.serving is not None and self._held:
-            self._submit(self.serving, list(self._held.values()), now)
+            self._release(self.serving, now)
+
+    def _release(self, engine: str, now: float, *, due: bool = False) -> None:
+        """Give ``engine`` what waits for it, as far as it may go: all at once, or one that is suspected alone.
+
+        ``due``: not those that it has refused, and whose time has not come.
+        """
+        found = self._suspects.sort(self._held.values(), now)
+        for stream in found.convicted:
+            self.counts.poisoned += 1
+            error = self._suspects.error(stream)
+            log.warning("%s", error.message)
+            self._fail([stream], error)
+        if found.alone is not None:
+            if self._streams:
+                self._recall(now)
+            self._suspects.trial = found.alone.rid
+            self.counts.isolated += 1
+            log.warning("request %s is run alone: engines died while they had it", found.alone.rid)
+            self._submit(engine, [found.alone], now)
+            return
+        ready = [stream for stream in found.go if self.route.admits or not stream.fresh]
+        if due:
+            ready = [stream for stream in ready if stream.retry_at_s is None or stream.retry_at_s <= now]
+        self._submit(engine, ready, now)
+
+    def _recall(self, now: float) -> None:
+        """Take back everything from the engine: somebody is to have it for himself."""
+        running = list(self._streams.values())
+        for stream in running:
+            if stream.engine is not None:
+                self._send(stream.engine, [Cancel(rid=stream.wire_rid)])
+            del self._streams[stream.wire_rid]
+            stream.hold(now)
+            self._held[stream.rid] = stream
+
+    def _held_back(self, now: float) -> bool:
+        """Say whether those that are held wait for a trial, or for what is to be known before one."""
+        if not self._held:
+            return False
+        found = self._suspects.sort(self._held.values(), now)
+        return found.alone is not None or found.until_s is not None
+
+    def _kept_waiting(self, stream: Stream) -> bool:
+        """Say whether a stream waits by our own doing, though an engine serves: that is no reason to give up."""
+        return self.serving is not None and stream.retry_at_s is None
 
     def _submit(self, engine: str, streams: list[Stream], now: float) -> None:
         """Send ``streams`` to ``engine``, all in one frame."""
@@ -234,6 +301,7 @@ class Worker:
             staged = stream.rid in self._staged.get(engine, ())
             if staged:
                 self._staged[engine].remove(stream.rid)
+            self._suspects.submitted(stream, self.epoch)
             frame += stream.submit(engine, self.epoch, now, staged=staged)
             self.counts.replays += stream.replays - replays
             self._held.pop(stream.rid, None)
@@ -279,7 +347,13 @@ class Worker:
         if event.finish_reason is not None:
             del self._streams[stream.wire_rid]
             self._unstage(stream)
+            tried = self._suspects.trial == stream.rid
+            self._suspects.forget(stream)
             stream.outlet.finish(event.finish_reason)
+            if tried:
+                self._elect(now)
+        elif self._suspects.trial is not None and self._suspects.acquits(stream, now):
+            self._elect(now)
 
     def _rejected(self, stream: Stream, event: Rejected, now: float) -> None:
         if event.retryable:
@@ -287,10 +361,15 @@ class Worker:
             self._refused(stream, event.message, now)
         else:
             status = event.status if 400 <= event.status < 600 else 500
+            tried = self._suspects.trial == stream.rid
             self._fail([stream], ApiError(status, event.message, param=event.param))
+            if tried:
+                self._elect(now)
 
     def _refused(self, stream: Stream, why: str, now: float) -> None:
         del self._streams[stream.wire_rid]
+        if self._suspects.trial == stream.rid:
+            self._suspects.trial = None
         stream.refused(why, now)
         self._held[stream.rid] = stream
         self._fail_the_hopeless()
@@ -298,6 +377,7 @@ class Worker:
     def _hold(self, streams: list[Stream], now: float) -> None:
         for stream in streams:
             del self._streams[stream.wire_rid]
+            self._suspects.lost(stream, now)
             stream.hold(now)
             self._held[stream.rid] = stream
 
@@ -322,6 +402,7 @@ class Worker:
             del self._streams[stream.wire_rid]
         self._held.pop(stream.rid, None)
         self._unstage(stream)
+        self._suspects.forget(stream)
         stream.close()
 
 
@@ -339,4 +420,8 @@ def validate(worker: Worker) -> None:
         assert not worker._held or worker.route.state not in NO_HOPE
     else:
         assert worker._engines[worker.serving].epoch == worker.epoch
-        assert all(stream.retry_at_s is not None for stream in worker._held.values())
+        isolating = worker._suspects.trial is not None or worker._held_back(worker._now_s)
+        if not isolating:
+            assert all(stream.retry_at_s is not None or (stream.fresh and not worker.route.admits) for stream in worker._held.values())
+        if worker._suspects.trial is not None:
+            assert [stream.rid for stream in worker._streams.values()] == [worker._suspects.trial], "not alone"

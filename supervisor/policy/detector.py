@@ -26,6 +26,8 @@ _WINDOW = 128
 _MIN_SAMPLES = 5
 _LEAST_TOKENS = 16
 """A prefill of fewer tokens takes as long as one of so many."""
+_UNTRIED = 4.0
+"""While no prefill is known, each of its tokens may take so many decode steps."""
 _FRESH = 10.0
 """Floors that a step may take while no gaps are known: threads start, pages are touched for the first time."""
 _IDLE, _PARKED = 3.0, 5.0
@@ -69,6 +71,11 @@ class Gaps:
             self._sum -= old
             self._squares -= old * old
 
+    @property
+    def mean(self) -> float | None:
+        """The mean; None while too few are known."""
+        return self._sum / len(self._values) if len(self._values) >= _MIN_SAMPLES else None
+
     def bound(self) -> float | None:
         """Return the longest gap that is still plausible; None while too few are known."""
         count = len(self._values)
@@ -109,6 +116,8 @@ class History:
             decode_s = _FRESH * limits.floor_s
         if beat.phase is Phase.PREFILL:
             a_token_s = self.prefill.bound()
+            if a_token_s is None and self.decode.mean is not None:
+                a_token_s = _UNTRIED * self.decode.mean  # a step for each token would take longer
             if a_token_s is None or not beat.step_tokens:
                 return limits.ceiling_s
             decode_s += a_token_s * max(beat.step_tokens, _LEAST_TOKENS)

@@ -77,6 +77,14 @@ class Gone:
 
 
 @dataclass(frozen=True)
+class Explained:
+    """The exit status of an engine that is gone already: its nursery reaped it late."""
+
+    engine: str
+    status: int
+
+
+@dataclass(frozen=True)
 class Examined:
     """Answer to `Examine`; None: there is no such process, or it cannot be looked at."""
 
@@ -279,6 +287,7 @@ WorkerEvent = (
     | Died
     | Frozen
     | Gone
+    | Explained
     | Examined
     | NurseryChanged
     | GpusQuarantined

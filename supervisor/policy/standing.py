@@ -59,6 +59,8 @@ class Standing:
         self._reloads: deque[float] = deque()
         self._evidence: deque[tuple[float, str, m.GpuNotice]] = deque(maxlen=64)
         self._deaths: deque[tuple[float, Death]] = deque(maxlen=32)
+        self._unexplained: dict[str, EngineRecord] = {}
+        """Engines that are gone, and whose exit status is not known."""
         self._planned_why = ""
         self._verify = False
         """The next engine makes sure of its weights."""

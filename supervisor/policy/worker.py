@@ -80,6 +80,8 @@ class WorkerPolicy(Upkeep):
                 self._gone(event, now_s)
             case m.NurseryChanged():
                 self._nursery_changed(event)
+            case m.Explained():
+                self._explained(event)
             case m.Examined(engine=name, look=look):
                 if name in self.engines and (suspicion := self.engines[name].suspicion) is not None:
                     suspicion.take(look)
@@ -364,8 +366,10 @@ class WorkerPolicy(Upkeep):
         self._frozen(engine, now_s)
         if engine.fault is Fault.UNKNOWN:
             engine.fault = Fault.KILLED if engine.excused else severity.fault_of_end(event.status, oom=event.oom)
-            engine.decision = engine.decision or severity.of(engine.fault).decision.value
-            self._note_cause(engine)
+            if engine.fault is Fault.UNKNOWN:
+                self._unexplained[engine.id] = engine
+            else:
+                self._note_cause(engine)
         if engine.state is EngineState.QUARANTINED:
             self._do(m.Unquarantine(engine.id))
         del self.engines[engine.id]
@@ -387,6 +391,16 @@ class WorkerPolicy(Upkeep):
             )
         )
         self._do(m.Forget(engine.id))
+
+    def _explained(self, event: m.Explained) -> None:
+        engine = self._unexplained.pop(event.engine, None)
+        if engine is None:
+            return
+        engine.exit, engine.fault = exit_text(event.status), severity.fault_of_end(event.status, oom=False)
+        self._note_cause(engine)
+        if self.timeline is not None and engine.id == self.timeline.old:
+            self.timeline.learn(engine)
+            self._do(m.Record(self.timeline.recovery))
 
     def _count(self, engine: EngineRecord, now_s: float) -> None:
         """Account for an engine that ended without an order; only one that never worked counts as a failed start."""

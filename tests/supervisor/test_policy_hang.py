@@ -259,6 +259,13 @@ def test_a_long_prefill_is_given_the_time_that_its_tokens_take() -> None:
     assert w.until_dead("chat.1") <= 24.0
 
 
+def test_the_first_short_prefill_is_judged_by_the_steps_that_are_known() -> None:
+    w = node()
+    w.phase, w.tokens = Phase.PREFILL, 20
+    w.stuck["chat.1"] = w.now_s
+    assert 1.5 <= w.until_dead("chat.1") <= 4.0
+
+
 def test_the_first_prefill_of_all_is_given_the_ceiling() -> None:
     w = node()
     w.phase, w.tokens = Phase.PREFILL, 8192

@@ -140,6 +140,19 @@ def test_the_end_of_the_process_tells_what_its_death_alone_did_not() -> None:
     assert (w.recoveries[0].fault, w.recoveries[0].exit) == ("segfault", "signal 11")
 
 
+def test_a_status_that_comes_late_is_taken_all_the_same() -> None:
+    w = world(obeys=False)
+    w.serve()
+    w.freeze("chat.1")
+    w.bodies["chat.1"].frozen = True
+    w.tell(m.Gone("chat.1", None))
+    w.bodies.pop("chat.1")
+    assert [death.own for death in w.policy.deaths(w.now_s)] == [None]
+    w.tell(m.Explained("chat.1", -signal.SIGSEGV))
+    assert [death.own for death in w.policy.deaths(w.now_s)] == [True]
+    assert (w.recoveries[0].fault, w.recoveries[0].exit) == ("segfault", "signal 11")
+
+
 def test_deaths_are_told_with_their_causes_as_soon_as_those_are_known() -> None:
     w = world(gpus=(), obeys=False)
     w.serve()

@@ -16,6 +16,7 @@ from shadowsup.workers.api import Engine, KvGeometry, StepResult
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.detokenize import Detokenizer
 from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.faults import Faults
 from shadowsup.workers.foreseen import Foreseen, ForeseenPrompts
 from shadowsup.workers.kv_pool import IndexMirror, KvPool
 from shadowsup.workers.requests import Request
@@ -53,6 +54,7 @@ class TransformersEngine:
         self._threads = 1
         self._first_step = False
         self._rejected: list[Rejected] = []
+        self._faults: Faults | None = None
 
     # --- up to parked -----------------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,7 @@ class TransformersEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self._loaded = loader.load(spec, self._arguments, store, self._device, self._tell)
+        self._faults = Faults.from_environment(self._loaded.codec.decode)
         self._set_geometry(spec, self._loaded)
 
     def _tell(self, words: str) -> None:
@@ -297,6 +300,8 @@ class TransformersEngine:
 
     def _compute(self, plan: Sequence[Chunk]) -> list[int]:
         assert self._executor is not None and self._loaded is not None
+        if self._faults is not None:
+            self._faults.look(chunk.request.tokens for chunk in plan)
         logits = self._executor.forward(
             [
                 Piece(chunk.request.tokens[chunk.start : chunk.start + chunk.count], chunk.start, chunk.request.blocks, chunk.samples)
