@@ -141,7 +141,9 @@ def cgroup(machine: Machine, wants: Wants) -> Iterator[Finding]:
     if machine.writable(f"{folder}/cgroup.procs") and machine.writable(f"{folder}/cgroup.subtree_control"):
         yield Finding("cgroup", Level.OK, f"{path} is delegated to this user (controllers: {controllers})")
     else:
-        remedy = "Delegate=yes in the unit, or systemd-run --user --scope -p Delegate=yes shadowsup start CONFIG"
+        remedy = (
+            "Delegate=yes in the unit (shadowsup@.service has it), or systemd-run --user --scope -p Delegate=yes shadowsup start CONFIG"
+        )
         evidence = f"{path} is not delegated to this user (controllers: {controllers}): engines get no control group of their own"
         yield Finding("cgroup", Level.NOTE, evidence, remedy)
 
@@ -157,7 +159,7 @@ def systemd(machine: Machine, wants: Wants) -> Iterator[Finding]:
     if stored:
         yield Finding("systemd", Level.OK, f"systemd {version}, this service may store {stored} descriptors")
     else:
-        remedy = "run it as a service: FileDescriptorStoreMax=1024, FileDescriptorStorePreserve=yes and Type=notify in the unit"
+        remedy = "shadowsup config example shadowsup@.service has a unit with one"
         yield Finding("systemd", Level.NOTE, f"systemd {version}; no fd store, this is not a service that has one", remedy)
 
 
