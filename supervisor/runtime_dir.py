@@ -103,7 +103,7 @@ def find(*, explicit: Path | None, environ: Mapping[str, str]) -> Found:
         if base.world and not _is_ours(base.path):
             continue  # anyone could have made it
         with contextlib.suppress(OSError):
-            there += sorted(path for path in base.path.iterdir() if any((path / mark).exists() for mark in MARKS))
+            there += sorted(path for path in base.path.iterdir() if _is_nodes(path))
     living = [path for path in there if serving(path)]
     chosen = living or there
     if not chosen:
@@ -117,6 +117,13 @@ def find(*, explicit: Path | None, environ: Mapping[str, str]) -> Found:
             exit_code=ExitCode.USAGE,
         )
     return Found(chosen[0], explicit=False, others=tuple(path for path in there if path != chosen[0]))
+
+
+def _is_nodes(path: Path) -> bool:
+    try:
+        return any((path / mark).exists() for mark in MARKS)
+    except PermissionError:  # another group's
+        return False
 
 
 def serving(path: Path) -> bool:
@@ -202,7 +209,7 @@ def _share(path: Path, group: int) -> None:
         raise SupervisorError(*not_of_group(group)) from None
     path.chmod(0o750)
     if path.parent == SHARED and path.parent.stat().st_uid == os.geteuid():
-        path.parent.chmod(0o711)  # to be walked through; what is in it stays closed
+        path.parent.chmod(0o755)  # names of nodes are no secret; what is in them stays closed
 
 
 def not_of_group(group: int) -> tuple[str, str]:

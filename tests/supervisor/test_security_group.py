@@ -21,7 +21,7 @@ from shadowsup.supervisor import runtime_dir
 from shadowsup.supervisor.client import ControlClient, call, follow_events
 from shadowsup.supervisor.config.loader import loads
 from shadowsup.supervisor.control import READING_VERBS, ControlServer, Reading
-from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.errors import NotRunning, SupervisorError
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.scribe_file import LogFile
@@ -118,6 +118,19 @@ async def test_a_stranger_is_told_that_he_may_not(server: Server, folder: Path) 
     with pytest.raises(SupervisorError, match="no permission to talk to the node"):
         await asyncio.to_thread(as_nobody, lambda: call(folder, "status"))
     assert not await asyncio.to_thread(as_nobody, lambda: runtime_dir.serving(folder))
+
+
+@needs_root
+def test_a_member_finds_what_root_shares_and_nothing_else(folder: Path, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = folder.parent / "shared"
+    monkeypatch.setattr(runtime_dir, "SHARED", shared)
+    for name, owner in (("aaa", GROUP + 1), ("team", group)):
+        made = runtime_dir.create(shared / name, group=owner)
+        (made / "node.json").touch()
+    found = as_nobody(lambda: runtime_dir.find(explicit=None, environ={}), [group])
+    assert (found.path, found.others) == (shared / "team", ())
+    with pytest.raises(NotRunning):
+        as_nobody(lambda: runtime_dir.find(explicit=None, environ={}))
 
 
 async def test_an_order_over_the_socket_for_reading_is_refused_whoever_sends_it(server: Server, folder: Path) -> None:
