@@ -61,6 +61,8 @@ class Standing:
         self._deaths: deque[tuple[float, Death]] = deque(maxlen=32)
         self._unexplained: dict[str, EngineRecord] = {}
         """Engines that are gone, and whose exit status is not known."""
+        self._causeless: dict[str, Timeline] = {}
+        """Recoveries that are complete but for the cause, by the engine that was lost."""
         self._planned_why = ""
         self._verify = False
         """The next engine makes sure of its weights."""

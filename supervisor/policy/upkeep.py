@@ -314,13 +314,19 @@ class Upkeep(Rolling, ABC):
 
     def _close_timeline(self) -> None:
         if self.timeline is not None:
-            self._do(m.Record(self.timeline.recovery, done=True))
+            if self.timeline.recovery.fault == Fault.UNKNOWN.value and self.timeline.old in self.engines:
+                self._causeless[self.timeline.old] = self.timeline  # the end of its process tells more
+            else:
+                self._do(m.Record(self.timeline.recovery, done=True))
             self.timeline = None
 
     def _free_when_stopped(self) -> None:
         if self.settled and self._memory_used:
             self._memory_used = False
             self._close_timeline()
+            for timeline in self._causeless.values():
+                self._do(m.Record(timeline.recovery, done=True))
+            self._causeless.clear()
             self.succession.abandon_memory()
             self._do(m.FreeMemory())
 

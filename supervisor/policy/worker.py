@@ -373,9 +373,7 @@ class WorkerPolicy(Upkeep):
         if engine.state is EngineState.QUARANTINED:
             self._do(m.Unquarantine(engine.id))
         del self.engines[engine.id]
-        if self.timeline is not None and engine.id == self.timeline.old:
-            self.timeline.learn(engine)
-            self._do(m.Record(self.timeline.recovery))
+        self._learn(engine)
         output = "\n".join(event.output)
         self._blame_more(engine, output)
         if output and not engine.excused and not engine.committed and not engine.message:
@@ -398,9 +396,19 @@ class WorkerPolicy(Upkeep):
             return
         engine.exit, engine.fault = exit_text(event.status), severity.fault_of_end(event.status, oom=False)
         self._note_cause(engine)
+        self._learn(engine)
+
+    def _learn(self, engine: EngineRecord) -> None:
+        """What is known of the end of an engine goes into the record of its recovery."""
         if self.timeline is not None and engine.id == self.timeline.old:
             self.timeline.learn(engine)
             self._do(m.Record(self.timeline.recovery))
+        elif (timeline := self._causeless.get(engine.id)) is not None:
+            timeline.learn(engine)
+            done = engine.fault is not Fault.UNKNOWN or engine.id not in self._unexplained
+            if done:
+                del self._causeless[engine.id]
+            self._do(m.Record(timeline.recovery, done=done))
 
     def _count(self, engine: EngineRecord, now_s: float) -> None:
         """Account for an engine that ended without an order; only one that never worked counts as a failed start."""

@@ -153,6 +153,18 @@ def test_a_status_that_comes_late_is_taken_all_the_same() -> None:
     assert (w.recoveries[0].fault, w.recoveries[0].exit) == ("segfault", "signal 11")
 
 
+def test_two_losses_in_a_row_have_their_causes_each() -> None:
+    w = world(shadows=2, obeys=False)
+    w.serve()
+    w.freeze("chat.1")
+    w.promoted("chat.2")
+    w.freeze("chat.2")
+    w.gone("chat.1", -signal.SIGSEGV)
+    w.gone("chat.2", -signal.SIGABRT)
+    assert [recovery.fault for recovery in w.recoveries] == ["segfault", "abort"]
+    assert w.recoveries[0] in w.done
+
+
 def test_deaths_are_told_with_their_causes_as_soon_as_those_are_known() -> None:
     w = world(gpus=(), obeys=False)
     w.serve()
