@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ from shadowsup.supervisor.holders import Holder
 
 _ORPHANED = 256 * 2**20
 """Memory that belongs to no process is told from here on: the driver itself has some tens of megabytes."""
+_WATCHERS = frozenset(
+    (
+        *("nvidia-persistenced", "nv-fabricmanager", "nv-hostengine", "dcgm-exporter", "dcgmi", "nvidia-smi", "nvtop", "nvitop"),
+        *("Xorg", "Xwayland", "gnome-shell", "nvidia-cuda-mps-control"),
+    )
+)
 _NVIDIA = "0x10de"
 _INSTALL = "install NVIDIA's driver, reboot, and see that nvidia-smi works; in a container: docker run --gpus all"
 
@@ -185,7 +192,7 @@ def gpu_memory(machine: Machine, wants: Wants) -> Iterator[Finding]:
 def _orphan(machine: Machine, wants: Wants, gpu: Mapping[str, Any], orphaned: int, whole: str) -> Finding:
     listed = {process["pid"] for process in gpu["processes"]}
     holders, complete = machine.device_holders()
-    suspects = [holder for holder in holders if holder.pid not in listed]
+    suspects = [holder for holder in holders if holder.pid not in listed and not _watches(holder)]
     keepers = [holder for holder in suspects if _ours(holder)]
     strangers = [holder for holder in suspects if not _ours(holder)]
     evidence = f"{whole}, {size(orphaned)} by no process that NVML lists"
@@ -193,11 +200,13 @@ def _orphan(machine: Machine, wants: Wants, gpu: Mapping[str, Any], orphaned: in
     if keepers and not strangers:
         if wants.running:
             return Finding("gpu-memory", Level.OK, f"{evidence}: kept by this node ({_people(keepers)})")
-        remedy = "shadowsup status shows whose it is; shadowsup --runtime-dir D stop frees it"
+        found = re.search(r"--socket (\S+)/keeper\.sock", " ".join(holder.command for holder in keepers))
+        where = f" --runtime-dir {found[1]}" if found else ""
+        remedy = f"shadowsup{where} status shows whose it is; shadowsup{where} stop frees it"
         return Finding("gpu-memory", Level.NOTE, f"{evidence}: kept by shadowsup, {_people(keepers)}", remedy)
     if suspects:
         pids = " ".join(str(holder.pid) for holder in strangers)
-        evidence += f"; /dev/nvidia* is held by {_people(strangers or suspects)}"
+        evidence += f"; /dev/nvidia* is held by {_people(strangers)}" + (f", and by shadowsup, {_people(keepers)}" if keepers else "")
         return Finding(
             "gpu-memory", wants.severity(certain=certain), evidence, f"end who holds it: kill {pids}, and kill -9 {pids} if it stays"
         )
@@ -206,6 +215,11 @@ def _orphan(machine: Machine, wants: Wants, gpu: Mapping[str, Any], orphaned: in
         return Finding("gpu-memory", wants.severity(certain=certain), f"{evidence}; not every process could be looked into", remedy)
     remedy = f"on the host (outside this container): fuser -v /dev/nvidia*; if nobody holds it, nvidia-smi --gpu-reset -i {gpu['index']}"
     return Finding("gpu-memory", wants.severity(certain=certain), f"{evidence}; no process here holds /dev/nvidia*", remedy)
+
+
+def _watches(holder: Holder) -> bool:
+    """Whether it is one of those that hold the device files to look, or to draw: they keep no memory of the dead."""
+    return holder.command.split(" ")[0].rpartition("/")[2] in _WATCHERS
 
 
 def _ours(holder: Holder) -> bool:

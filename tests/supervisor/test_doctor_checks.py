@@ -112,10 +112,19 @@ def test_memory_that_a_forgotten_child_holds_is_told_with_who_to_end() -> None:
     assert only(machine, "gpu-memory").level is Level.WARNING  # nobody asked for that GPU
 
 
+def test_whoever_only_looks_at_a_gpu_is_not_to_be_ended() -> None:
+    daemon = Holder(pid=30, command="/usr/bin/nvidia-persistenced --user nvidia", user="nvidia")
+    exporter = Holder(pid=31, command="dcgm-exporter -f /etc/x.csv", user="root")
+    finding = only(orphaned(daemon, exporter, Holder(pid=99, command="python -c loader", user="ben")), "gpu-memory")
+    assert "kill 99," in finding.remedy
+    assert "pid 30" not in finding.evidence and "pid 31" not in finding.evidence
+    assert "kill" not in only(orphaned(daemon, exporter), "gpu-memory").remedy
+
+
 def test_kept_memory_is_no_orphan() -> None:
-    keeper = Holder(pid=50, command="python -m shadowsup.memkeeper --socket /run/x", user="anna")
+    keeper = Holder(pid=50, command="python -m shadowsup.memkeeper --socket /run/x/keeper.sock", user="anna")
     assert only(orphaned(keeper), "gpu-memory").level is Level.NOTE
-    assert "shadowsup --runtime-dir D stop" in only(orphaned(keeper), "gpu-memory").remedy
+    assert "shadowsup --runtime-dir /run/x stop" in only(orphaned(keeper), "gpu-memory").remedy
     running = Wants(config=CONFIG, running=True, workers=ON_GPU_0.workers)
     assert only(orphaned(keeper), "gpu-memory", running).level is Level.OK
 
