@@ -39,6 +39,9 @@ TAG_NAME = "SHADOWSUP_ENGINE"
 FENCE_TIMEOUT_S = 5.0
 """How long SIGKILL may take to end a tree before its survivors count as unkillable. Healthy GPU processes take up to 0.2 s."""
 
+UNREAD_ROUNDS, UNREAD_PAUSE_S = 3, 0.05
+"""How often it is looked again because somebody's environment could not be read in time. On a busy machine it can be a moment later; for
+a process that hangs in the kernel nobody waits longer."""
 MAX_ROUNDS = 50
 MAX_KILL_S = 2.0
 """A tree that still grows after so much killing is not ended by more of it; `Killed.complete` is False then."""
@@ -82,6 +85,8 @@ class Tree:
         self._spare = frozenset(spare)
         self.cgroup = Cgroup(cgroup) if cgroup is not None else None
         self._seen: set[Identity] = {leader}
+        self._unread = 0
+        """Processes whose environment could not be read at the last look."""
         self.shm: set[ShmFile] = set()
         """Files in /dev/shm that members had open or mapped when they were looked at."""
 
@@ -116,6 +121,7 @@ class Tree:
     def _strike_all(self, signalled: dict[Identity, Member], number: int) -> bool:
         """Returns whether the last look found nobody new."""
         deadline = time.monotonic() + MAX_KILL_S
+        unread = 0
         for _ in range(MAX_ROUNDS):
             new = False
             for stat, why in self._find(_table(self.leader.start_time)).values():
@@ -129,8 +135,11 @@ class Tree:
                     new = True
             if number == signal.SIGKILL and self.cgroup is not None:
                 self.cgroup.kill()  # also who is being forked just now
-            if not new:
+            if not new and (not self._unread or unread == UNREAD_ROUNDS):
                 return True
+            if not new:
+                unread += 1
+                time.sleep(UNREAD_PAUSE_S)
             if time.monotonic() > deadline:
                 break
         return False
@@ -162,7 +171,9 @@ class Tree:
                 found[pid] = (stat, "session")
             elif self._tag:
                 unknown[pid] = identity
-        for pid, variables in _environs(unknown).items():
+        read = _environs(unknown)
+        self._unread = len(unknown) - len(read)
+        for pid, variables in read.items():
             if self._tag in variables:
                 found[pid] = (candidates[pid], "tag")
         grown = True

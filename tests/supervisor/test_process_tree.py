@@ -7,12 +7,14 @@ import os
 import select
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from shadowsup.supervisor import identity as ids
+from shadowsup.supervisor import proc_reads
 from shadowsup.supervisor import tree as trees
 from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.process import Child, SpawnPlan
@@ -333,3 +335,33 @@ async def test_engine_of_a_dead_nursery_is_ours_to_reap() -> None:
     assert await engine.wait() == -15
     nursery.close()
     engine.close()
+
+
+async def test_a_member_whose_environment_is_read_late_is_found_all_the_same(start, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """P06: a read that was slow once is made again; one that hangs for ever is not waited for."""
+    engine = await start("say('leader')\ndetach(lambda: (os.execv('/bin/sh', ['sh', '-c', 'echo helper $$; exec sleep 3600'])))\nrest()")
+    await engine.hear("leader", "helper")
+    release, slow = threading.Event(), threading.Event()
+    read = trees._environ
+
+    def late(identity: Identity) -> list[bytes]:
+        if identity.pid == engine.told["helper"].pid and not release.is_set():
+            slow.set()
+            release.wait()
+        return read(identity)
+
+    def pause(seconds: float) -> None:
+        release.set()
+        for thread in list(proc_reads._hung.values()):
+            thread.join(10.0)
+
+    monkeypatch.setattr(trees, "_environ", late)
+    monkeypatch.setattr(trees.time, "sleep", pause)
+    killed = await asyncio.to_thread(engine.tree().kill)
+    try:
+        assert slow.is_set()
+        assert engine.told["helper"] in {member.identity for member in killed.members}
+        assert killed.complete
+        assert await killed.gone() == ()
+    finally:
+        killed.close()
