@@ -12,7 +12,7 @@ its own and stops it again; what is done is saved after each, so that a time lim
 * ``plain``: the same engine without shadowsup, restarted at once.
 * ``throughput``: steady decoding on a node and without one, in turns.
 * ``neighbours``: two workers on one GPU, the first one's engine killed; ``two-gpus``: the same, each on a GPU of its own (only when it is
-  named).
+  named); ``illegal-access``: an engine that reads out of bounds on the device at a certain prompt, with streams beside it.
 """
 
 from __future__ import annotations
@@ -273,6 +273,12 @@ async def neighbours(found: dict[str, Any], factor: float, gpu: int = 0) -> None
         found["2 workers"] = await gpu_neighbours.measure(node, scaled(4, factor), say)
 
 
+async def illegal_access(found: dict[str, Any], factor: float) -> None:
+    async with a_node(gpu_neighbours.faulty(eight_b("12GiB")), found, neighbour=0) as node:
+        await node.wait_for("healthy", gpu_neighbours.OTHER, timeout_s=120.0)
+        found["2 workers"] = await gpu_neighbours.illegal_access(node, say)
+
+
 async def two_gpus(found: dict[str, Any], factor: float) -> None:
     await neighbours(found, factor, gpu=1)
 
@@ -285,6 +291,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], float], Awaitable[None]]] = {
     "plain": without,
     "throughput": steady,
     "neighbours": neighbours,
+    "illegal-access": illegal_access,
     "two-gpus": two_gpus,
 }
 DEFAULT = [name for name in SECTIONS if name != "two-gpus"]
