@@ -1,7 +1,7 @@
 """Two workers, each with a shadow, on one GPU or on two: what the streams of one feel when the other's engine is killed.
 
-Sections of `gpu_failover`: ``neighbours`` puts both on the first GPU, ``two-gpus`` each on its own; ``illegal-access`` sends the first one a
-prompt at which its engine reads out of bounds on the device, as a broken kernel would.
+Sections of `gpu_failover`: ``neighbours`` puts both on the first GPU, ``two-gpus`` each on its own; ``illegal-access`` sends the first
+one a prompt at which its engine reads out of bounds on the device, as a broken kernel would.
 """
 
 from __future__ import annotations
