@@ -74,6 +74,9 @@ class Launch:
     cwd: Path | None = None
     log_max_size: int = 64 << 20
     log_keep: int = 5
+    front: bool = False
+    """Its first process is a server in front of the one that keeps lifeline and tether (vLLM): the death of either is the engine's, and
+    the memory is frozen when the other has left it."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Goes into the list of processes, for a supervisor that adopts the engine."""
 
@@ -106,6 +109,8 @@ class EngineProcess:
         self._child: Child | Ended | None = None
         self._tree: Tree | None = None
         self._tether: Tether | None = None
+        self._front: Tether | None = None
+        """Of the first process, where that is a server in front."""
         self._frozen = False
         self._nice = False
         self._group: Path | None = None
@@ -166,6 +171,7 @@ class EngineProcess:
         if self._launch.spec is not None and child.alive:
             try:
                 self._tether = Tether(self._host.paths.tether(self.id), made=True)
+                self._front = Tether(self._host.paths.front(self.id), made=True) if self._launch.front else None
             except OSError as error:
                 log.warning("%s has no tether, its pidfd tells of its end: %s", self.id, error)
         self._watch(child, entry)
@@ -187,6 +193,8 @@ class EngineProcess:
         child.on_status = lambda _: self._status.set()
         if self._tether is not None:
             self._tether.watch(child.pid, self._main_thread_died, self._left_memory)
+        if self._front is not None:
+            self._front.watch(child.pid, self._main_thread_died, lambda: None)
 
     async def _start(self, how: How, nursery: NurseryClient | None) -> Child:
         launch, host = self._launch, self._host
@@ -215,10 +223,12 @@ class EngineProcess:
         path = self._host.paths.tether(self.id)
         try:
             self._tether = Tether(path)
+            self._front = Tether(self._host.paths.front(self.id)) if self._launch.front else None
         except OSError as error:
             log.warning("%s has no tether, its lifeline tells of its end: %s", self.id, error)
             return spec
-        return msgspec.structs.replace(spec, tether=str(path))
+        front = str(self._host.paths.front(self.id)) if self._front is not None else ""
+        return msgspec.structs.replace(spec, tether=str(path), front_tether=front)
 
     async def _fork(
         self, spec: EngineSpec, env: Mapping[str, str], output: int, lifeline: Lifeline, nursery: NurseryClient | None
@@ -274,10 +284,11 @@ class EngineProcess:
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
         paths = self._host.paths
-        for path in (paths.spec(self.id), paths.link(self.id), paths.tether(self.id)):
+        for path in (paths.spec(self.id), paths.link(self.id), paths.tether(self.id), paths.front(self.id)):
             path.unlink(missing_ok=True)
-        if self._tether is not None:
-            self._tether.over()
+        for tether in (self._tether, self._front):
+            if tether is not None:
+                tether.over()
         self._entry = None
         if self._child is not None:
             self._host.registry.forget(self._child.identity)
@@ -303,7 +314,7 @@ class EngineProcess:
     def _exited(self, returncode: int | None) -> None:
         # Without a lifeline (command engines, adopted ones) the exit is all there is; with one, EOF of the last holder says that nobody
         # writes.
-        self._frozen = self._frozen or not self._has_lifeline
+        self._frozen = self._frozen or not (self._has_lifeline or self._launch.front)
         self._tell(m.Died(self.id, returncode, frozen=self._frozen))
 
     async def _end(self, child: Child | Ended) -> None:

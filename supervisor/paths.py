@@ -103,6 +103,9 @@ class NodePaths:
     def tether(self, engine: str) -> Path:
         return self.engines / f"{engine}.tether"
 
+    def front(self, engine: str) -> Path:
+        return self.engines / f"{engine}.front"
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 

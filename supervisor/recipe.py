@@ -168,6 +168,7 @@ class KeptRecipe:
             spec=spec,
             python=self.python,
             argv=argv,
+            front=config.engine is EngineKind.VLLM,
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,

@@ -97,6 +97,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Set for cold spawns; a nursery replaces it by the fd it received."""
     tether: str = ""
     """File of the robust mutex that the engine's main thread holds for life; empty: there is none."""
+    front_tether: str = ""
+    """The same, of the server in front of the engine's step loop, where there is one (vLLM's API server)."""
 
 
 class KvCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from typing import NoReturn
 import msgspec
 
 from shadowsup.wire.engine import SPEC_VARIABLE, EngineSpec
-from shadowsup.workers import process
+from shadowsup.workers import process, tether
 from shadowsup.workers.errors import ExitCode, WorkerError
 from shadowsup.workers.vllm import arguments, current, front, plugin, versions
 
@@ -35,6 +35,7 @@ def serve(spec: EngineSpec, argv: Sequence[str]) -> NoReturn:
     process.log_to_stderr(force=True)
     process.log_apart()
     _lifeline = spec.lifeline_fd
+    tether.hold(spec.front_tether)
     os.environ.update(arguments.ENVIRONMENT)
     begun = front.Front(spec, _close_lifeline)
     front.begin(begun)
