@@ -240,3 +240,51 @@ def test_a_command_goes_on_with_its_port_and_is_not_probed_again(folder: Path) -
         )
         os.kill(second["engines"][0]["pid"], signal.SIGKILL)
         node.until(lambda status: status["workers"][0]["state"] == "healthy" and status["workers"][0]["epoch"] == first["epoch"] + 1)
+
+
+CLOCK = """
+import time
+from pathlib import Path
+
+_real, _real_ns = time.time, time.time_ns
+
+
+def _shift():
+    try:
+        return float(Path({path!r}).read_text())
+    except OSError:
+        return 0.0
+
+
+time.time = lambda: _real() + _shift()
+time.time_ns = lambda: _real_ns() + int(_shift() * 1e9)
+"""
+
+
+def test_p15_a_clock_that_jumps_back_delays_no_recovery_no_adoption_and_no_stop(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jump is a fake, in every process of the node: the machine's clock is not ours to set."""
+    site, clock = tmp_path_factory.mktemp("site"), folder / "clock"
+    (site / "sitecustomize.py").write_text(CLOCK.format(path=str(clock)))
+    paths = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", paths)
+    toy = worker()
+    with running(folder, {**toy, "env": {**toy["env"], "PYTHONPATH": f"{site}:{toy['env']['PYTHONPATH']}"}}) as node:
+        node.healthy()
+        undisturbed = texts(ask_all(node))
+        answers = ask_all(node, 10)
+        clock.write_text("-3600")
+        os.kill(node.engine("active")["pid"], signal.SIGKILL)
+        assert texts(answers) == undisturbed
+        node.until(lambda _: any(one["refill_ms"] for one in node.recoveries()))
+        assert all(0 <= one["promote_ms"] < 20_000 for one in node.recoveries())
+        before = pids(node.status())
+        kill_supervisor(node)
+        clock.write_text("-7200")
+        start_again(node)
+        assert pids(node.status()) == before
+        assert texts(ask_all(node)) == undisturbed
+        ages = [engine["heartbeat_age_s"] for engine in node.healthy()["engines"]]
+        assert all(0 <= age < 20 for age in ages)
+        assert abs(float(node.status()["time_s"]) - (time.time() - 7200)) < 60, "the jump was real to it"
