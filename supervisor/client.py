@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -122,7 +123,20 @@ def peer_pid(runtime_dir: Path) -> int:
             f"no permission to talk to the node in {runtime_dir}", "ask its user, or for membership in node.group"
         ) from None
     except OSError:
-        raise NotRunning(f"no supervisor is running in {runtime_dir}", "start it with shadowsup start CONFIG") from None
+        raise NotRunning(f"no supervisor is running in {runtime_dir}", _what_is_left(runtime_dir)) from None
+
+
+def _what_is_left(runtime_dir: Path) -> str:
+    """Return what to do about a node without a supervisor: its other processes may serve on."""
+    from shadowsup.supervisor.registry import Registry
+    from shadowsup.supervisor.runtime_dir import PROCESSES
+
+    left: tuple[object, ...] = ()
+    with contextlib.suppress(SupervisorError):
+        left = Registry(runtime_dir / PROCESSES).leftovers()
+    if not left:
+        return "start it with shadowsup start CONFIG"
+    return f"{len(left)} processes of this node serve on without one: shadowsup start CONFIG adopts them, shadowsup stop ends them"
 
 
 def follow_events(client: ControlClient, since: int | None, stop: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:

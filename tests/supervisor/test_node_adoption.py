@@ -15,6 +15,9 @@ import psutil
 import pytest
 from node_world import WAIT_S, Answer, FakeNode, running, worker
 
+from shadowsup.supervisor.client import ControlClient
+from shadowsup.supervisor.errors import NotRunning
+
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -67,6 +70,9 @@ def test_p02_the_next_start_adopts_every_process_and_no_stream_notices(folder: P
         before = pids(node.status())
         answers = ask_all(node, 10)
         kill_supervisor(node)
+        with pytest.raises(NotRunning) as caught:
+            ControlClient(node.runtime, 5.0).__enter__()
+        assert "6 processes of this node serve on" in caught.value.hint
         start_again(node)
         assert node.healthy()["epoch"] == 1
         assert pids(node.status()) == before
