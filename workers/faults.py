@@ -2,9 +2,11 @@
 
     env: {SHADOWSUP_FAULT: "segv@text:please crash"}            # of a worker; several are joined by ;
     env: {SHADOWSUP_FAULT: "hang@1,17,99; cuda@text:boom"}
+    env: {SHADOWSUP_FAULT: "hang@file:/tmp/strike"}
 
-An action, ``@``, and the tokens of a request's prompt and output in which it is looked for: ids, or ``text:`` and what they decode to. The
-fault strikes each engine that runs such a request, as a real one would.
+An action, ``@``, and when it strikes. Tokens: ids, or ``text:`` and what they decode to, are looked for in a request's prompt and output,
+and the fault strikes each engine that runs such a request, as a real one would. A file: once it is there, the next step of whichever
+engine finds it removes it and is struck.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import signal
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from shadowsup.workers.errors import WorkerError
@@ -42,10 +45,14 @@ class Action(str, enum.Enum):
     """A kernel is given an index that is out of bounds (only on a GPU)."""
 
 
+Occasion = tuple[int, ...] | str | Path
+"""Ids, text, or a file."""
+
+
 class Faults:
     """What to look for. ``decode``: ids to text."""
 
-    def __init__(self, wanted: Sequence[tuple[Action, tuple[int, ...] | str]], decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, wanted: Sequence[tuple[Action, Occasion]], decode: Callable[[Sequence[int]], str]) -> None:
         self._wanted = wanted
         self._decode = decode
 
@@ -70,12 +77,18 @@ class Faults:
             RuntimeError, MemoryError: such is the fault.
         """
         for tokens in requests:
-            for action, sequence in self._wanted:
-                if self._found(sequence, tokens):
+            for action, occasion in self._wanted:
+                if self._found(occasion, tokens):
                     log.warning("a fault was asked for: %s", action.value)
                     _strike(action)
 
-    def _found(self, sequence: tuple[int, ...] | str, tokens: Sequence[int]) -> bool:
+    def _found(self, sequence: Occasion, tokens: Sequence[int]) -> bool:
+        if isinstance(sequence, Path):
+            try:
+                sequence.unlink()
+            except OSError:
+                return False
+            return True
         if isinstance(sequence, str):
             return sequence in self._decode(tokens)
         where, size = array("q", tokens).tobytes(), 8
@@ -85,17 +98,23 @@ class Faults:
         return at >= 0
 
 
-def _parse(text: str) -> tuple[Action, tuple[int, ...] | str]:
+def _parse(text: str) -> tuple[Action, Occasion]:
     name, at, what = text.partition("@")
     try:
         if not at or not what:
             raise ValueError("no sequence")
         action = Action(name.strip())
-        return action, what.removeprefix("text:") if what.startswith("text:") else tuple(int(part) for part in what.split(","))
+        if what.startswith("text:"):
+            return action, what.removeprefix("text:")
+        if what.startswith("file:"):
+            return action, Path(what.removeprefix("file:"))
+        return action, tuple(int(part) for part in what.split(","))
     except ValueError as error:
         actions = ", ".join(action.value for action in Action)
         raise WorkerError(
-            f"{VARIABLE}: {text!r} is no fault ({error})", f"write ACTION@1,2,3 or ACTION@text:WORDS; actions are {actions}", fatal=True
+            f"{VARIABLE}: {text!r} is no fault ({error})",
+            f"write ACTION@1,2,3, ACTION@text:WORDS or ACTION@file:PATH; actions are {actions}",
+            fatal=True,
         ) from error
 
 

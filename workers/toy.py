@@ -7,7 +7,7 @@ two runs that agree have agreed on every byte.
 
 ``args`` of the spec, all optional:
 
-* ``step_s``: seconds that a step takes at least. ``load_s``, ``warm_s``: likewise.
+* ``step_s``: seconds that a step takes at least. ``load_s``, ``warm_s``: likewise. ``hold_gil_s``: so long no thread of it runs while it loads.
 * ``context`` (4096), ``max_batch`` (64), ``max_batch_tokens`` (2048), ``token_bytes`` (64 of KV a token), ``weights_bytes`` (64 KiB).
 * ``eos_in``: one token in so many ends the sequence (0: none does). ``unicode``: emit two-byte characters as well.
 * ``wedge``: path of a file; while it exists, a step does not return; ``wedge_seqs``: only in engines with these K of ``NAME.K``.
@@ -16,6 +16,7 @@ two runs that agree have agreed on every byte.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -91,6 +92,8 @@ class FakeEngine:
         self._args = args
         progress("loading fake weights")
         time.sleep(float(args.get("load_s", 0.0)))
+        if held_s := float(args.get("hold_gil_s", 0.0)):
+            ctypes.PyDLL(None).usleep(int(1e6 * held_s))  # PyDLL: called with the GIL held
         self._fail_if_told("load")
         size = int(args.get("weights_bytes", 64 * 1024))
         fingerprint = Fingerprint((("layout", "fake-1"), ("model", spec.model), ("dtype", spec.dtype), ("bytes", str(size))))

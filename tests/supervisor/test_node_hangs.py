@@ -71,3 +71,12 @@ def test_p20_engines_that_stand_still_are_replaced_within_seconds_and_no_client_
         node.until(lambda s: s["workers"][0]["state"] == "healthy" and all(e["id"] != shadow["id"] for e in s["workers"][0]["engines"]))
         assert len(node.recoveries()) == 2
         assert node.answer(tokens=200) == undisturbed
+
+
+def test_p20_an_engine_that_holds_the_gil_while_it_loads_is_let_be(folder: Path) -> None:
+    """Its heart cannot beat for several times what the config believes of an engine that serves."""
+    health = {"heartbeat": "100ms", "hang": {"floor": "300ms", "ceiling": "800ms"}}
+    with running(folder, worker(args={"step_s": 0.01, "hold_gil_s": 2.5}, health=health)) as node:
+        node.healthy()
+        assert node.events("engine.verdict") == []
+        assert len(node.status()["workers"][0]["engines"]) == 2

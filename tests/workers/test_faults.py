@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,15 @@ def test_words_are_found_in_the_text() -> None:
         asked.look([tuple(b"please go boom now")])
     with pytest.raises(MemoryError):
         asked.look([tuple(b"eat all")])
+
+
+def test_a_file_strikes_once(tmp_path: Path) -> None:
+    asked = faults(f"raise@file:{tmp_path / 'strike'}")
+    asked.look([(1,)])
+    (tmp_path / "strike").touch()
+    with pytest.raises(RuntimeError):
+        asked.look([(1,)])
+    asked.look([(1,)])
 
 
 @pytest.mark.parametrize(("action", "status"), [("segv", -signal.SIGSEGV), ("abort", -signal.SIGABRT), ("exit", 1)])
