@@ -7,7 +7,8 @@ two runs that agree have agreed on every byte.
 
 ``args`` of the spec, all optional:
 
-* ``step_s``: seconds that a step takes at least. ``load_s``, ``warm_s``: likewise. ``hold_gil_s``: so long no thread of it runs while it loads.
+* ``step_s``: seconds that a step takes at least. ``load_s``, ``warm_s``: likewise.
+* ``hold_gil_s``: so long no other thread of it runs while it loads.
 * ``context`` (4096), ``max_batch`` (64), ``max_batch_tokens`` (2048), ``token_bytes`` (64 of KV a token), ``weights_bytes`` (64 KiB).
 * ``eos_in``: one token in so many ends the sequence (0: none does). ``unicode``: emit two-byte characters as well.
 * ``wedge``: path of a file; while it exists, a step does not return; ``wedge_seqs``: only in engines with these K of ``NAME.K``.
