@@ -20,6 +20,8 @@ from shadowsup.wire.sensor import SENSOR, SensorBeat
 GATEWAY = "gateway"
 MAX_BATCH = 1000
 """Messages taken at once before the loop gets its turn."""
+MAX_REPORT = 4 * 1024 * 1024
+"""Bytes of one message; ZeroMQ drops the connection of a peer that sends a longer one, which then dials again."""
 QUIET_S = 0.2
 """Between two reads while only routine beats come in. No death is seen later for it: those have lifelines and pidfds."""
 ALERT_S = 1.0
@@ -46,6 +48,7 @@ class BeatRouter:
         # A peer that dials again under its name (a restarted gateway, a reconnect) takes over from its dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 10_000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPORT)
         self.endpoint = f"ipc://{path}"
         self._socket.bind(self.endpoint)
         path.chmod(0o600)

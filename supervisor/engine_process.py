@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from shadowsup.errors import ShadowsupError
-from shadowsup.supervisor.cgroup import NodeCgroup
+from shadowsup.supervisor.cgroup import Cgroup, NodeCgroup
 from shadowsup.supervisor.devices import environment
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.nursery_client import NurseryClient
@@ -125,15 +125,23 @@ class EngineProcess:
 
     async def start(self, how: How, nursery: NurseryClient | None, *, refill: bool) -> None:
         """Start the process; the outcome is told as `Spawned` or `SpawnFailed`."""
+        # Not on the loop: the kernel changes one group at a time, and moving a process waits for every processor, tens of ms.
+        cgroup = await asyncio.to_thread(self._host.cgroup.engine, self.id) if self._host.cgroup is not None else None
+        if not await self._come_up(how, nursery, refill, cgroup):
+            if cgroup is not None:
+                await asyncio.to_thread(cgroup.remove)
+        elif cgroup is not None and self._child is not None:
+            await asyncio.to_thread(cgroup.add, self._child.pid)  # what it has forked by now is found by the other rules
+
+    async def _come_up(self, how: How, nursery: NurseryClient | None, refill: bool, cgroup: Cgroup | None) -> bool:
         try:
             child = await self._start(how, nursery)
         except ShadowsupError as error:
             self._tell(m.SpawnFailed(self.id, how, error.message, error.hint))
-            return
+            return False
         except OSError as error:
             self._tell(m.SpawnFailed(self.id, how, error.strerror or str(error), "see `shadowsup doctor`"))
-            return
-        cgroup = self._host.cgroup.engine(self.id) if self._host.cgroup is not None else None
+            return False
         data = {"how": how.value, "refill": str(int(refill)), "spawned_s": f"{time.monotonic():.3f}", **self._launch.data}
         if cgroup is not None:
             data["cgroup"] = str(cgroup.path)
@@ -145,14 +153,12 @@ class EngineProcess:
             child.signal_group(signal.SIGKILL)
             child.close()
             self._tell(m.SpawnFailed(self.id, how, error.message, error.hint))
-            return
+            return False
         self._nice = refill and child.renice(REFILL_NICE)
         self._group = self._host.oom.watch(child.pid)
         self._tell(m.Spawned(self.id, child.pid))
         self._watch(child, entry)
-        if cgroup is not None:
-            # Moving waits for every processor, tens of ms: not on the loop. What it forks before is found by the other rules.
-            await asyncio.to_thread(cgroup.add, child.pid)
+        return True
 
     def adopt(self, entry: Entry) -> None:
         """Watch the processes that another supervisor started. Nothing is told but what happens from now on.
@@ -345,9 +351,10 @@ class EngineProcess:
                 await asyncio.sleep(RETRY_LOOK_S)
         self._frozen = True
         output = await self._last_words(child)
-        if tree.cgroup is not None:
-            oom = bool(tree.cgroup.oom_kills())
-        else:  # it shares a group with others
+        kills = tree.cgroup.oom_kills() if tree.cgroup is not None else None
+        if kills is not None:
+            oom = kills > 0
+        else:  # what counts memory is a group that it shares with others
             oom = child.returncode in (-signal.SIGKILL, None) and self._host.oom.struck(self._group)
         self._tell(m.Gone(self.id, child.returncode, output, oom=oom))
         # After the fence only, and not on its way: files in /dev/shm that no living process uses.
