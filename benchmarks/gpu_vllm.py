@@ -1,0 +1,307 @@
+"""vLLM on a GPU, seen by clients: ``python benchmarks/gpu_vllm.py --model FOLDER --save FILE [--python P] [--env K=V …] [SECTION …]``.
+
+FOLDER has an 8B Llama's config and a tokenizer; weights are random (``load_format: dummy``), so none are needed. Runs unattended; what is
+done is saved after each section, so that a time limit loses nothing. Sections:
+
+* ``shadow``: a parked shadow, 32 streams over 256k tokens of KV; by turns the API server and the EngineCore are killed. bfloat16 is not
+  batch-invariant: a stream that goes on another way than undisturbed is counted as diverged, one that broke or ended early as wrong.
+* ``exact``: with VLLM_BATCH_INVARIANT=1; every token of 16 streams is compared with an undisturbed run.
+* ``beside``: 16 streams while a shadow starts beside them, and without.
+* ``respawn``: no shadow: an engine forked from the nursery over kept memory.
+* ``plain``: vLLM without shadowsup, restarted at once; its clients ask again.
+* ``throughput``: 32 streams on a node with a parked shadow, and on vLLM without shadowsup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+from gpu_failover import a_node, kills, plan_of, say, scaled
+
+from shadowsup.errors import ShadowsupError
+from shadowsup.supervisor.bench import failover, machine
+from shadowsup.supervisor.bench.client import Stream, stream_chat
+from shadowsup.supervisor.bench.figures import percentiles
+from shadowsup.supervisor.bench.node import Node, engine_of, free_port
+from shadowsup.supervisor.bench.prompts import chats, payload
+from shadowsup.supervisor.bench.setting import Mode
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TOKENS = 8000
+"""Of a prompt: 32 of them are 256k tokens of KV."""
+
+
+@dataclass(kw_only=True)
+class Setting:
+    """What the command line says."""
+
+    model: str
+    python: str
+    env: dict[str, str]
+    kv: str = "40GiB"
+
+    def content(self, **env: str) -> dict[str, Any]:
+        args = {"load_format": "dummy", "max_model_len": 40000, "chat_template": TEMPLATE, "enable_prompt_tokens_details": True}
+        worker = {
+            "name": "chat",
+            "engine": "vllm",
+            "python": self.python,
+            "model": self.model,
+            "dtype": "bfloat16",
+            "gpus": [0],
+            "shadows": 1,
+            "args": args,
+            "kv": {"size": self.kv, "block_tokens": 16},
+            "env": self.env | env,
+        }
+        return {"version": 1, "workers": [worker]}
+
+
+# --- killing ----------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def victims(which: str) -> Any:
+    """Have `failover` kill the ``core`` or the ``api`` server of the active engine."""
+    before = failover.engine_of
+
+    async def core(node: Node, role: str, worker: str | None = None) -> dict[str, Any]:
+        found = await before(node, role, worker)
+        (child,) = psutil.Process(found["pid"]).children()
+        return {**found, "pid": child.pid}
+
+    if which == "core":
+        failover.engine_of = core
+    try:
+        yield
+    finally:
+        failover.engine_of = before
+
+
+async def killed(node: Node, count: int, *, streams: int, tokens: int, output: int = 96) -> dict[str, Any]:
+    """Kill both kinds by turns; all figures by kind."""
+    found: dict[str, Any] = {}
+    for number, which in enumerate(("core", "api")):
+        times = count - count // 2 if number == 0 else count // 2
+        if times:
+            with victims(which):
+                plan = replace(plan_of(times, streams, tokens, output=output), settle_timeout_s=180.0)
+                found[which] = await kills(node, plan)
+    return found
+
+
+# --- vLLM without shadowsup -------------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """vLLM's own server, restarted the moment that it is gone."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = {**os.environ, **setting.env, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        self._environment["PYTHONPATH"] = setting.env.get("PYTHONPATH", "")
+        content = setting.content()["workers"][0]["args"]
+        size = str(int(float(setting.kv.removesuffix("GiB")) * 2**30))
+        words = ["--port", str(self.port), "--model", setting.model, "--served-model-name", "chat", "--kv-cache-memory-bytes", size]
+        words += ["--load-format", "dummy", "--max-model-len", str(content["max_model_len"]), "--chat-template", TEMPLATE]
+        self._command = [setting.python, "-m", "vllm.entrypoints.openai.api_server", *words, "--enable-prompt-tokens-details"]
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(self._command, env=self._environment, stdout=quiet, stderr=quiet, start_new_session=True)
+
+    async def answers(self, timeout_s: float = 300.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        async with aiohttp.ClientSession() as session:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(aiohttp.ClientError, OSError):
+                    async with session.get(f"{self.url}/health") as response:
+                        if response.status == 200:
+                            return
+                if self.process.poll() is not None:
+                    raise ShadowsupError(f"vLLM ended with {self.process.returncode}")
+                await asyncio.sleep(0.02)
+        raise ShadowsupError("vLLM did not come up")
+
+    def kill(self) -> None:
+        """SIGKILL to the whole tree."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def plain_server(setting: Setting) -> AsyncIterator[Plain]:
+    server = Plain(setting)
+    server.start()
+    try:
+        await server.answers()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------------------
+
+
+async def streams_at(url: str, count: int, tokens: int, output: int, seed: int = 0) -> list[Stream]:
+    prompts = chats(count, plan_of(0, count, tokens).prompt_words, seed)
+    async with failover.client_session() as session:
+        asked = [stream_chat(session, f"{url}/v1/chat/completions", payload("chat", chat, output)) for chat in prompts]
+        found = await asyncio.gather(*asked)
+    wrong = [stream.error for stream in found if stream.error]
+    if wrong:
+        raise ShadowsupError(f"a stream failed: {wrong[0]}")
+    return found
+
+
+def pace(streams: Sequence[Stream]) -> dict[str, Any]:
+    """Gaps between the tokens of each stream in ms, and tokens a second from the last first token to the first end."""
+    gaps = [(b - a) * 1e3 for stream in streams for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
+    begin, end = max(stream.arrivals[0] for stream in streams), min(stream.arrivals[-1] for stream in streams)
+    between = sum(tokens for stream in streams for at, tokens in zip(stream.arrivals, stream.counts, strict=True) if begin < at <= end)
+    return {"gap_ms": percentiles(gaps), "tokens_s": round(between / (end - begin), 1) if end > begin else None}
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------------------
+
+
+async def shadow(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    async with a_node(setting.content(), found) as node:
+        found["256k tokens"] = await killed(node, scaled(20, factor), streams=32, tokens=TOKENS)
+
+
+async def exact(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    async with a_node(setting.content(VLLM_BATCH_INVARIANT="1"), found) as node:
+        found["16 streams"] = await killed(node, scaled(4, factor), streams=16, tokens=1000, output=300)
+
+
+async def beside(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    async with a_node(setting.content(), found) as node:
+        await streams_at(node.url, 16, 1000, 100)
+        found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 2000))
+        os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
+        found["a shadow starts"] = pace(await streams_at(node.url, 16, 1000, 2000))
+        found["shadow ready after that"] = (await node.worker("chat"))["state"]
+        say(f"beside: {found['undisturbed']} {found['a shadow starts']} {found['shadow ready after that']}")
+
+
+async def respawn(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    async with a_node(setting.content(), found, Mode.RESPAWN) as node:
+        found["256k tokens"] = await killed(node, scaled(5, factor), streams=32, tokens=TOKENS)
+
+
+async def plain(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    first: list[float] = []
+    async with plain_server(setting) as server:
+        await streams_at(server.url, 4, 1000, 8)
+        for _ in range(scaled(3, factor)):
+            server.kill()
+            at = time.monotonic()
+            server.start()
+            await server.answers()
+            await streams_at(server.url, 1, 4000, 1)
+            first.append(round(time.monotonic() - at, 2))
+            say(f"plain restart: first token of a 4,000-token prompt after {first[-1]} s")
+    found["first_token_s"] = first
+
+
+async def throughput(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    rounds = 1 + scaled(3, factor)
+
+    async def measure(url: str) -> list[float]:
+        return [pace(await streams_at(url, 32, 1000, 600, seed))["tokens_s"] for seed in range(rounds)][1:]
+
+    async with a_node(setting.content(), found) as node:
+        found["node"] = await measure(node.url)
+    async with plain_server(setting) as server:
+        found["vllm"] = await measure(server.url)
+    found["share"] = round(statistics.median(found["node"]) / statistics.median(found["vllm"]), 3)
+    say(f"throughput: {found}")
+
+
+SECTIONS: dict[str, Callable[[Setting, dict[str, Any], float], Awaitable[None]]] = {
+    "shadow": shadow,
+    "respawn": respawn,
+    "plain": plain,
+    "exact": exact,
+    "beside": beside,
+    "throughput": throughput,
+}
+
+
+async def run(setting: Setting, names: Sequence[str], save: Path | None, seconds: float, factor: float) -> int:
+    began, load, done, status = time.monotonic(), machine.load(), {}, 0
+    for name in names:
+        left_s = seconds - (time.monotonic() - began)
+        say(f"=== {name} ({left_s:.0f} s left)")
+        found: dict[str, Any] = {}
+        done[name] = found
+        try:
+            async with asyncio.timeout(max(1.0, left_s)):
+                await SECTIONS[name](setting, found, factor)
+        except (ShadowsupError, OSError, TimeoutError) as error:
+            say(f"{name} failed: {type(error).__name__}: {error}")
+            found["failed"], status = f"{type(error).__name__}: {error}", 1
+        if save is not None:
+            save.write_text(json.dumps(machine.document("gpu_vllm", load, {"factor": factor, "sections": done}), indent=1) + "\n")
+    print(table(done))
+    return status
+
+
+def table(done: dict[str, Any]) -> str:
+    """Return what was measured, a line a row."""
+    lines = []
+    for name, found in done.items():
+        for what, rows in found.items():
+            for which, row in rows.items() if isinstance(rows, dict) else ():
+                if isinstance(row, dict) and "client" in row:
+                    client, node = row["client"], row["node_ms"]
+                    lines.append(
+                        f"{name:8} {what:12} {which:5} each stream ms {client['each_stream_ms']}  first {client['first_token_ms']}  "
+                        f"seen {node['death_seen']}  promoted {node['promote']}  fence {node['fence']}  refill {node['refill']}  "
+                        f"cached {row['cached_share_min']}  diverged {row.get('diverged')}  wrong {len(row['wrong'])}"
+                    )
+        for key in ("first_token_s", "share", "undisturbed", "a shadow starts", "failed"):
+            if key in found:
+                lines.append(f"{name:8} {key}: {found[key]}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="vLLM on a GPU, seen by clients.")
+    parser.add_argument("sections", nargs="*", help=", ".join(SECTIONS))
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for vLLM's processes")
+    parser.add_argument("--kv", default="40GiB")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for everything")
+    parser.add_argument("--factor", type=float, default=1.0, help="of the numbers of kills")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.sections if name not in SECTIONS]:
+        parser.error(f"no section {unknown[0]}; there are {', '.join(SECTIONS)}")
+    env = dict(one.split("=", 1) for one in options.env)
+    setting = Setting(model=options.model, python=options.python, env=env, kv=options.kv)
+    return asyncio.run(run(setting, options.sections or list(SECTIONS), options.save, options.seconds, options.factor))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
