@@ -34,10 +34,20 @@ _KV_MIN = 256 * _MIB
 @click.option("--gpu", metavar="ID", help="Index or UUID of the GPU to use.  [default: the one with the most free memory]")
 @click.option("--cpu", is_flag=True, help="Use no GPU.")
 @click.option("--engine", type=click.Choice(["transformers", "vllm"]), help="The engine.  [default: transformers, if it can be used]")
+@click.option("--from", "command", metavar="COMMAND", help="Make it of a command line: 'vllm serve MODEL …', in quotes.")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing: the newest model in the hub's cache that fits, else the demo; a free port.")
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 def init(
-    path: Path, model: str | None, port: int | None, name: str, gpu: str | None, cpu: bool, engine: str | None, yes: bool, force: bool
+    path: Path,
+    model: str | None,
+    port: int | None,
+    name: str,
+    gpu: str | None,
+    cpu: bool,
+    engine: str | None,
+    command: str | None,
+    yes: bool,
+    force: bool,
 ) -> int:
     """Write a first config to PATH (node.yaml), with comments: one model, one active engine, one shadow.
 
@@ -55,6 +65,8 @@ def init(
     _refuse(path, force)
     if gpu is not None and cpu:
         raise click.UsageError("--gpu and --cpu contradict each other")
+    if command is not None:
+        return _from(command, path, name, force)
     asks = not yes and sys.stdin.isatty()
     around = look(ThisMachine())
     place = choose(around, gpu=gpu, cpu=cpu, engine=None if engine is None else EngineKind(engine))
@@ -81,6 +93,27 @@ def init(
     click.echo("\n".join(verdict_lines(made.verdict)), err=True)
     click.echo(f"wrote {path}; run it with: shadowsup start {path}")
     return ExitCode.FAILED if made.verdict.fits is False else ExitCode.DONE
+
+
+def _from(command: str, path: Path, name: str, force: bool) -> int:
+    """Write the config that does what ``command`` does."""
+    from shadowsup.supervisor.cli.init_from import compose as compose_from
+    from shadowsup.supervisor.cli.init_from import convert
+    from shadowsup.supervisor.config.loader import loads
+    from shadowsup.supervisor.devices import read_gpus
+
+    try:
+        gpus = len(read_gpus())
+    except SupervisorError:  # no driver: no GPU
+        gpus = 0
+    made = convert(command, gpus=gpus)
+    text = compose_from(made, name)
+    loaded = loads(text, path)
+    for note in [*made.notes, *map(str, loaded.warnings)]:
+        click.echo(f"note: {note}", err=True)
+    write(path, text, force=force)
+    click.echo(f"wrote {path}; see it with shadowsup plan {path}, run it with: shadowsup start {path}")
+    return ExitCode.DONE
 
 
 def _refuse(path: Path, force: bool) -> None:
