@@ -33,6 +33,8 @@ class ConfigArea(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+space,ctrl+@", "complete", "Complete", key_display="^space", tooltip="Keys and values that may stand here"),
+        Binding("ctrl+home", "text_start", "First line", show=False),
+        Binding("ctrl+end", "text_end", "Last line", show=False),
     ]
     DEFAULT_CSS = """
     ConfigArea { border: none; padding: 0; height: 1fr; }
@@ -98,6 +100,12 @@ class ConfigArea(TextArea):
         sign, tone = ("✖", "bad") if worst == "error" else ("▲", "warn")
         style = (first.style or Style()) + tones.palette(self.app)[tone]
         return Strip([Segment(first.text[:-2] + f"{sign} ", style), *rest], strip.cell_length)
+
+    def action_text_start(self) -> None:
+        self.move_cursor(self.document.start)
+
+    def action_text_end(self) -> None:
+        self.move_cursor(self.document.end)
 
     # --- completion -------------------------------------------------------------------------------------------------------------
 
