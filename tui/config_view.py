@@ -54,7 +54,8 @@ class ConfigView(View):
     ConfigView { layers: base popup; }
     ConfigView #file { height: auto; max-height: 3; }
     ConfigView #problems { height: auto; max-height: 8; border-top: solid $panel; }
-    ConfigView #completion { layer: popup; position: absolute; display: none; height: auto; border: round $primary; background: $surface; }
+    ConfigView #completion { layer: popup; position: absolute; display: none; height: auto; }
+    ConfigView #completion { min-width: 24; border: round $primary; background: $surface; }
     ConfigView #meaning { height: 1; color: $text-muted; }
     ConfigView.-short #problems { max-height: 4; }
     """

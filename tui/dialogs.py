@@ -91,10 +91,10 @@ class Menu(ModalScreen[str | None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss_none", "Close")]
     DEFAULT_CSS = """
     Menu { align: center middle; }
-    Menu > Vertical { width: 50; max-width: 96%; height: auto; max-height: 80%; padding: 0 1; }
+    Menu > Vertical { width: 50; min-width: 24; max-width: 96%; height: auto; max-height: 80%; padding: 0 1; }
     Menu > Vertical { background: $surface; border: round $primary; }
     Menu Label { text-style: bold; }
-    Menu OptionList { height: auto; max-height: 16; border: none; background: $surface; }
+    Menu OptionList { min-width: 12; height: auto; max-height: 16; border: none; background: $surface; }
     """
 
     def __init__(self, title: str, options: Sequence[tuple[str, str]], present: str = "") -> None:

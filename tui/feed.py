@@ -22,6 +22,7 @@ LOOK_S = 0.5
 SOONEST_S = 0.1
 """Between two looks while events come in."""
 RETRY_S = 1.0
+CLOSE_S = 1.0
 ANSWER_S = 3.0
 """A reading verb is answered in milliseconds; after this long the banner comes."""
 
@@ -76,7 +77,7 @@ class LiveFeed:
         """Idempotent."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(ANSWER_S + 1.0)
+            self._thread.join(CLOSE_S)  # it may be waiting for a supervisor that stands still; nobody waits for it
             self._thread = None
         self._tail.close()
 

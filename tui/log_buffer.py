@@ -13,8 +13,8 @@ SPARE = 5_000
 """Lines beyond `KEEP` before the oldest go: to trim one by one would cost a move of the list for each line."""
 SLICE = 4_000
 """Lines that are searched at once before the keys get their turn."""
-_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z) (\S+) \| ")
-"""What the scribe puts before each line."""
+_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z|-) (\S+) \| ")
+"""What the scribe puts before each line, and `log_tail` before those of who writes without it."""
 _LEVEL = re.compile(
     r"\b(?:(?P<bad>CRITICAL|FATAL|ERROR|Traceback|panic)|(?P<warn>WARNING|WARN)|(?P<dim>DEBUG|TRACE))\b|\b\w*(?:Error|Exception)\b:"
 )
@@ -34,7 +34,7 @@ def parse(raw: bytes) -> Line:
     """Take a line of a log file apart."""
     text = raw.decode(errors="replace")
     match = _LINE.match(text)
-    return Line(match[1], match[2], text[match.end() :]) if match is not None else Line("", "", text)
+    return Line(match[1].strip("-"), match[2], text[match.end() :]) if match is not None else Line("", "", text)
 
 
 def level(line: Line) -> str:

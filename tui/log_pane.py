@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import ClassVar
 
 from rich.cells import cell_len
@@ -24,6 +25,14 @@ SIDE = 12
 """Columns of a step to the side."""
 _KEPT_STRIPS = 500
 _SOURCES = 5
+
+
+def local_time(stamp: str) -> str:
+    """Return the time of day of a stamp (UTC, as in the files) where the operator is, as everything else on the screen."""
+    try:
+        return datetime.fromisoformat(stamp).astimezone().strftime("%H:%M:%S.%f")[:12]
+    except ValueError:
+        return ""
 
 
 class LogPane(ScrollView, can_focus=True):
@@ -171,7 +180,7 @@ class LogPane(ScrollView, can_focus=True):
         style = base + self._tones.get(tone, Style())
         source = clean(line.source)
         segments = [
-            Segment(f"{line.stamp[11:23]:<12} ", base + self._tones["dim"]),
+            Segment(f"{local_time(line.stamp):<12} ", base + self._tones["dim"]),
             Segment(f"{source:<{SOURCE}} ", base + self._tones[f"source{sum(source.encode()) % _SOURCES}"]),
         ]
         wanted = self.buffer.filter

@@ -42,7 +42,7 @@ class LogTail:
             self._looked_s = now_s
             for path in self._files():
                 self._followers.setdefault(path, Follower(path))
-        lines = [line for follower in self._followers.values() for line in follower.read()]
+        lines = [_named(path, line) for path, follower in self._followers.items() for line in follower.read()]
         if len(self._followers) > 1:
             lines.sort(key=stamp_of)
         return [line[:MAX_LINE].rstrip(b"\r\n") for line in lines]
@@ -63,10 +63,23 @@ class LogTail:
         self._followers = {path: Follower(path) for path in self._files()}
         # The end is marked first: what is written meanwhile comes once, from the followers.
         ends = {path: follower.seek_end() for path, follower in self._followers.items()}
-        return [line[:MAX_LINE].rstrip(b"\r\n") for line in last_lines(ends, self._backlog)]
+        # Who writes without a time (the supervisor in the background) comes first, since nothing says when it was.
+        bare = {path: end for path, end in ends.items() if path.stem in _UNSTAMPED}
+        stamped = {path: end for path, end in ends.items() if path.stem not in _UNSTAMPED}
+        lines = [_named(path, line) for path, end in bare.items() for line in last_lines({path: end}, self._backlog)]
+        lines += last_lines(stamped, self._backlog)
+        return [line[:MAX_LINE].rstrip(b"\r\n") for line in lines]
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(OSError):
             if self._folder is not None:
                 return sorted(path for path in self._folder.iterdir() if path.suffix == ".log")
         return []
+
+
+_UNSTAMPED = ("supervisor", "scribe")
+"""Files that the scribe does not write."""
+
+
+def _named(path: Path, line: bytes) -> bytes:
+    return b"- %s | %s" % (path.stem.encode(), line) if path.stem in _UNSTAMPED else line

@@ -17,7 +17,7 @@ from shadowsup.tui.dialogs import Menu, Prompt
 from shadowsup.tui.grid import Grid
 from shadowsup.tui.shapes import Engine, Worker
 from shadowsup.tui.view import ORDERS, View
-from shadowsup.tui.words import Cell, clean
+from shadowsup.tui.words import Cell, clean, millis
 
 MOST_DEVICES = 8
 
@@ -104,7 +104,7 @@ class Overview(View):
                 (f"last recovery: {last.get('kind')}, {last.get('from_engine')} → {last.get('to_engine')}, {last.get('cause')}", "dim")
             ]
             if ended is not None:
-                parts.append((f", served again after {ended:.0f} ms", "dim"))
+                parts.append((f", served again after {millis(ended)}", "dim"))
         filtered = f"  [filter: {self._wanted}]" if self._wanted else ""
         self._say("#reason", ((f"{engine.id if engine is not None else worker.name}: ", "strong"), *parts, (filtered, "warn")))
 

@@ -12,6 +12,7 @@ from shadowsup.tui.story import Story
 from shadowsup.tui.words import Cell, clock, first_line, percent, rate, size, span
 
 STEP_S = 5.0
+FILLING_STEP_S = 30.0
 STALE_BEATS_S = 1.0
 """A beat older than this is worth a colour; engines beat five times a second unless told otherwise."""
 
@@ -136,6 +137,7 @@ def _engine(story: Story, engine: Engine) -> Row:
 DEVICES = (
     Column("device", "DEVICE", limit=16),
     Column("bar", "MEMORY", grow=3, least=12),
+    Column("filling", "", 10, rank=8),
     Column("used", "", 13, right=True),
     Column("util", "BUSY", 4, right=True),
     Column("trend", "", 16, rank=5),
@@ -175,6 +177,7 @@ def _gpu(story: Story, gpu: Gpu, bar: int, trend: int) -> Row:
         (
             ((f"{sign} ", tone), (f"{gpu.index if gpu.index is not None else ''} {_short(gpu.name)}", "")),
             spark.stacked(_shares(gpu.memory), total, bar) if gpu.memory_used is not None else ((gpu.state, "dim"),),
+            _filling(story.gpu_memory.get(gpu.uuid), now),
             ((f"{size(gpu.memory_used)}/{size(gpu.memory_total)}", ""),),
             ((percent(gpu.util / 100 if gpu.util is not None else None), ""),),
             spark.marked(drawn, now, STEP_S, story.marks(), "accent", "bad"),
@@ -185,6 +188,11 @@ def _gpu(story: Story, gpu: Gpu, bar: int, trend: int) -> Row:
         ),
         copy=f"{gpu.uuid} {gpu.name} {gpu.state} {size(gpu.memory_used)} of {size(gpu.memory_total)} {warnings}".strip(),
     )
+
+
+def _filling(history: spark.History | None, now: float) -> Cell:
+    """The history of how full a memory is, a column for each half minute."""
+    return ((spark.line(history.columns(now, 10, FILLING_STEP_S), top=1.0), "kv"),) if history is not None else ()
 
 
 def _limit(watts: object) -> str:
@@ -209,6 +217,7 @@ def _host(story: Story, host: Host, bar: int, trend: int) -> Row:
         (
             ((f"● host, {host.cpus} CPU", ""),),
             spark.stacked(_shares(host.memory), float(host.memory_total), bar),
+            _filling(story.host_memory, now),
             ((f"{size(host.memory_used)}/{size(host.memory_total)}", ""),),
             ((percent(cpu), "warn" if cpu is not None and cpu > 0.9 else ""),),
             spark.marked(spark.line(story.cpu.columns(now, trend, STEP_S), top=1.0), now, STEP_S, story.marks(), "accent", "bad"),

@@ -56,6 +56,10 @@ class Story:
     """Take observations in order with `take`; read everything else."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know nothing."""
         self.status = Status()
         self.seen = False
         """Whether there was an observation at all."""
@@ -79,7 +83,7 @@ class Story:
         """
         status = read_status(observation.status)
         if observation.rewound:
-            self.__init__()  # type: ignore[misc]
+            self._begin()
         elif observation.fresh:
             self._forget_run()
         self.status, self.seen = status, True

@@ -91,8 +91,11 @@ def test_the_last_words_of_an_engine_are_found_by_time() -> None:
 def test_files_are_merged_by_time_and_followed_over_rotation(tmp_path: Path) -> None:
     for name, seconds in (("chat", (1, 4)), ("gateway", (2, 3))):
         (tmp_path / f"{name}.log").write_text("".join(stamped(s, name, f"at {s}") + "\n" for s in seconds))
+    (tmp_path / "supervisor.log").write_text("[  1.93] listening\n")  # which the scribe does not write
     tail = LogTail(lambda: {"paths": [str(tmp_path / "chat.log")]})
-    assert [parse(raw).text for raw in tail.read()] == ["at 1", "at 2", "at 3", "at 4"]
+    first, *rest = [parse(raw) for raw in tail.read()]
+    assert first == ("", "supervisor", "[  1.93] listening")
+    assert [line.text for line in rest] == ["at 1", "at 2", "at 3", "at 4"]
     assert tail.read() == []
     with (tmp_path / "chat.log").open("a") as file:
         file.write(stamped(5, "chat", "at 5") + "\n")

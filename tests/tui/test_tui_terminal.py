@@ -41,6 +41,18 @@ pytestmark = [
 ]
 
 
+COMMAND = """\
+version: 1
+node: {{name: together, state_dir: {state}}}
+gateway: {{listen: 127.0.0.1:0}}
+workers:
+  - name: files
+    engine: command
+    command: [{python}, -m, http.server, "{{port}}", --bind, 127.0.0.1]
+    ready: {{http: /}}
+"""
+
+
 class Tmux:
     """One terminal, in a tmux server of its own."""
 
@@ -144,3 +156,20 @@ def test_a_drill_and_a_change_of_the_config_from_the_dashboard(node: tuple[Path,
         terminal.press("q")
     finally:
         terminal.close()
+
+
+def test_a_node_that_is_started_with_its_dashboard_is_stopped_with_it_if_wished(tmp_path: Path) -> None:
+    config, runtime = tmp_path / "node.yaml", tmp_path / "run"
+    config.write_text(COMMAND.format(state=tmp_path / "state", python=sys.executable))
+    command = [sys.executable, "-m", "shadowsup.supervisor.cli", "--runtime-dir", str(runtime), "start", str(config), "--tui"]
+    terminal = Tmux(tmp_path, command)
+    try:
+        terminal.sees("together ● running", "files.1", "● healthy")
+        terminal.press("q")
+        terminal.sees("What about node together?", "Leave it running")
+        terminal.press("Right", "Enter")
+        until(lambda: not runtime.exists())
+        terminal.sees("stopped")
+    finally:
+        terminal.close()
+        subprocess.run([*command[:5], "stop"], check=False, capture_output=True)
