@@ -17,7 +17,7 @@ from shadowsup.supervisor.bench.tables import Table, milliseconds, setting, tabl
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("failover", "failover-4-streams", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor")
-GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_neighbours-h200-x2")
+GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_failover-h200-3", "gpu_neighbours-h200-x2")
 """Names of the files, without their ending."""
 
 SMALL_KV_OF_TOKEN = 2 * 30 * 3 * 64 * 4
@@ -151,6 +151,14 @@ def _gpu_notes(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
                 f"the second one's streams pause {milliseconds(other['max'])} at most ({milliseconds(quiet['max'])} undisturbed), "
                 f"the first one's next token comes after {milliseconds(resumed['p50'])}; {len(result['wrong'])} wrong."
             )
+    for section in by_name.get("illegal-access", ()):
+        result = section["2 workers"]
+        deaths = ", ".join(dict.fromkeys(f"{one['fault']}: {one['decision']}" for one in result["deaths"]))
+        notes.append(
+            f"A request at which the engine's device code breaks, among {2 * int(result['other_gap_ms']['n'])} streams of two workers on one "
+            f"GPU: after {len(result['deaths'])} deaths ({deaths}) it is failed by name, {len(result['wrong'])} of the others are wrong, "
+            f"and the other worker's streams pause {milliseconds(result['other_gap_ms']['max'])} at most."
+        )
     memory = [section["memory"] for section in often if "memory" in section]
     if memory:
         parked = ", ".join(dict.fromkeys(f"{one['shadow'] / 1e9:.2f} GB" for one in memory))
