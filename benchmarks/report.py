@@ -154,8 +154,9 @@ def _gpu_notes(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     for section in by_name.get("illegal-access", ()):
         result = section["2 workers"]
         deaths = ", ".join(dict.fromkeys(f"{one['fault']}: {one['decision']}" for one in result["deaths"]))
+        beside = 2 * int(result["other_gap_ms"]["n"])
         notes.append(
-            f"A request at which the engine's device code breaks, among {2 * int(result['other_gap_ms']['n'])} streams of two workers on one "
+            f"A request at which the engine's device code breaks, among {beside} streams of two workers on one "
             f"GPU: after {len(result['deaths'])} deaths ({deaths}) it is failed by name, {len(result['wrong'])} of the others are wrong, "
             f"and the other worker's streams pause {milliseconds(result['other_gap_ms']['max'])} at most."
         )
