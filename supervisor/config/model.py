@@ -162,9 +162,9 @@ class HangSection(Section):
     """When an engine that still lives but makes no progress counts as hung."""
 
     floor: Duration = 0.8
-    """No verdict before this long without progress."""
+    """No verdict before this long without progress; from here on the bound follows the steps that were observed."""
     ceiling: Duration = 30.0
-    """The verdict at the latest after this long without progress, whatever the usual length of a step."""
+    """The verdict at the latest after this long without progress, however long steps usually are; while loading twice that, at least 1m."""
 
 
 class HealthSection(Section):
@@ -322,7 +322,7 @@ class WorkerConfig(Section):
     gpus: GpuIds = ()
     """Indices in PCI bus order, GPU UUIDs or MIG UUIDs. []: CPU and main memory."""
     spares: GpuIds = ()
-    """GPUs to move to when one of gpus is quarantined."""
+    """GPUs to move to when one of gpus is quarantined or in lasting trouble; weights are loaded there anew."""
     tensor_parallel: Annotated[int, Strict(), Field(ge=1, le=1024), NUMBER] = 1
     """Ranks of an engine; as many as there are gpus."""
     shadows: Annotated[int, Strict(), Field(ge=0, le=16), NUMBER] = 1
