@@ -167,6 +167,7 @@ class Adoption:
             refill=data.get("refill") == "1",
             ending=Ending(data["ending"]) if "ending" in data else None,
             gpus=tuple(data["gpus"].split(",")) if data.get("gpus") else None,
+            revision=data.get("revision", ""),
         )
 
 

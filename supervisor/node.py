@@ -6,6 +6,7 @@ The shell around the policies. Who decides what: `policy`; one worker: `node_wor
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import enum
 import logging
 import os
@@ -54,6 +55,7 @@ from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Mark, Registry
+from shadowsup.supervisor.reload import Reloader
 from shadowsup.supervisor.routing import RouteTable
 from shadowsup.supervisor.scribe_client import ScribeClient
 from shadowsup.supervisor.sd_notify import ServiceManager
@@ -92,6 +94,7 @@ class Node:
         sockets: the gateway's listening sockets; owned from now on.
         adapters: engine name of the config → adapter that is run instead (tests).
         config_path: the file that ``config`` was read from, absolute, for clients.
+        config_text: what that file said; empty: not known (it may have been changed since).
         found: what runs of this node already, to be adopted.
         service: what the node is to the manager that has started it.
         marks: how far the workers had come whose memory ``service`` may have.
@@ -106,6 +109,7 @@ class Node:
         sockets: list[socket.socket],
         adapters: Mapping[str, str] | None = None,
         config_path: str = "",
+        config_text: str = "",
         found: Adoption | None = None,
         service: Service | None = None,
         marks: Mapping[str, Mark] | None = None,
@@ -120,11 +124,15 @@ class Node:
         self.began_s = time.monotonic()
         self.workers: dict[str, WorkerOwner] = {}
         self.nurseries: list[NurseryPart] = []
+        self.nursery_plans: dict[int, node_setup.NurseryPlan] = {}
+        """By number."""
         self.scribe: ScribePart | None = None
         self.keeper: KeeperPart | None = None
         self.gateway: GatewayPart | None = None
         self.sensor: SensorPart | None = None
         self.gpus: list[dict[str, Any]] = []
+        self.plans = node_setup.Plan()
+        """What runs, but for what is just being rolled out."""
         self._troubles = Troubles(self.gpu_notice, self.gpu_cleared)
         self.tells_events = False
         """The reporter is told events, too, as `voice.EventLine`."""
@@ -133,7 +141,7 @@ class Node:
         self._overheads = device_memory.Overheads(paths.overheads)
         self._overhead_keys: dict[str, dict[str, str]] = {}
         self._baselines: dict[str, int] = {}
-        self._report = reporter
+        self.report = self._report = reporter
         self._adapters = dict(adapters or {})
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -152,6 +160,7 @@ class Node:
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self), reading=reading)
         self.journal.publish = self._published
         self.desk = GpuDesk(self.gpus, self.workers, self.journal)
+        self.reloads = Reloader(self, config_text)
         self._tally = Tally()
         self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery
         client = ScribeClient(paths.scribe)
@@ -177,7 +186,7 @@ class Node:
             ShadowsupError: it could not be brought up; what was up is down again. What could not be adopted is left as it was found.
         """
         self._reaper.start()
-        self._write_record()
+        self.write_record()
         self._service.keep_sockets(self._sockets)
         self.run_task(self._service.tend(self.describe))
         try:
@@ -223,6 +232,11 @@ class Node:
             self.request_stop("SIGHUP, the terminal was closed; start -d runs a node without one")
 
     @property
+    def running(self) -> bool:
+        """Every part is up."""
+        return self.state is NodeState.RUNNING
+
+    @property
     def stopping(self) -> bool:
         """A stop was asked for: nothing is started any more."""
         return self._stop.is_set() or self.state is NodeState.STOPPING
@@ -248,6 +262,7 @@ class Node:
             plans = replan.replan(config, self.paths, self.host.scribe, found.record)
         self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
         self.desk.gpus = self.gpus
+        self.plans = plans
         if self.gpus and found is None:
             await self._name_gpu_holders()
         self._report(f"listening on {self.listen}")
@@ -262,6 +277,7 @@ class Node:
             api_key_file=str(config.gateway.api_key_file) if config.gateway.api_key_file else None,
             max_inflight=config.gateway.max_inflight,
             handover=str(self.paths.handover),
+            retune=str(self.paths.retune),
         )
         self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
         self._begin(self.gateway)
@@ -273,31 +289,15 @@ class Node:
             self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus, on_change=self._service.vault_changed)
             self._take_memory_back(self.keeper)
             adopted = self._begin(self.keeper)
-        for number, nursery in enumerate(plans.nurseries):
-            fork_server = NurseryPart(
-                self.part_host,
-                number,
-                engine=nursery.engine,
-                preload=nursery.preload,
-                python=nursery.python,
-                env=nursery.env,
-                on_state=self._nursery_changed,
-                on_exited=self._engine_reaped,
-            )
-            self.nurseries.append(fork_server)
-            self._begin(fork_server)
+        nurseries = [self.nursery(nursery) for nursery in plans.nurseries]
         if self.keeper is not None and (found is None or adopted):
             await self._part_started(self.keeper)
             self._report(f"memkeeper is running ({self.keeper.vault.backend if self.keeper.vault else '?'} memory)")
         for plan in plans.workers:
-            part = self.nurseries[plan.nursery] if plan.nursery is not None else None
-            policy = plan.policy(_nursery_state(part))
-            if isinstance(policy, WorkerPolicy):
-                policy.spares_taken = self.desk.spares
-            owner = WorkerOwner(plan.name, self, policy, plan.recipe, part)
-            self.workers[plan.name] = owner
+            part = nurseries[plan.nursery] if plan.nursery is not None else None
+            owner = self.own(plan, part)
             if found is None:
-                self._begin_worker(owner)
+                self.begin_worker(owner)
         if found is not None:
             await adoption.take_over(self, found)
             self._routes.publish()
@@ -310,6 +310,47 @@ class Node:
         self._report(f"gateway is running on {self.listen}")
         self.run_task(self._observe())
         self.run_task(figures.publish(self, self._tally))
+
+    def nursery(self, plan: node_setup.NurseryPlan) -> NurseryPart:
+        """Return the nursery that ``plan`` describes; it is started, or adopted, where there is none."""
+        for number, known in self.nursery_plans.items():
+            if known == plan:
+                return next(part for part in self.nurseries if part.label == str(number))
+        number = plan.number if plan.number is not None else max(self.nursery_plans, default=-1) + 1
+        part = NurseryPart(
+            self.part_host,
+            number,
+            engine=plan.engine,
+            preload=plan.preload,
+            python=plan.python,
+            env=plan.env,
+            on_state=self._nursery_changed,
+            on_exited=self._engine_reaped,
+        )
+        self.nurseries.append(part)
+        self.nursery_plans[number] = dataclasses.replace(plan, number=number)
+        self._begin(part)
+        return part
+
+    def own(self, plan: node_setup.WorkerPlan, part: NurseryPart | None) -> WorkerOwner:
+        """Return the owner of a worker that is new here. Nothing of it is started."""
+        policy = plan.policy(_nursery_state(part))
+        if isinstance(policy, WorkerPolicy):
+            policy.spares_taken = self.desk.spares
+        owner = self.workers[plan.name] = WorkerOwner(plan.name, self, policy, plan.recipe, part)
+        return owner
+
+    async def plan_anew(self, config: NodeConfig) -> node_setup.Plan:
+        """Return the plan of workers that are to join those that run. Raises SupervisorError as `node_setup.plan`."""
+        return await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self.report, room=False)
+
+    def keep_sockets(self, sockets: list[socket.socket]) -> None:
+        """The gateway listens on these from now on."""
+        self._sockets = sockets
+        self._service.keep_sockets(sockets)
+
+    async def until_stopping(self) -> None:
+        await self._stop.wait()
 
     def _begin(self, part: Part) -> bool:
         """Have a part run: adopt its process where there is one, start one where there is none. Returns whether there was one."""
@@ -329,7 +370,7 @@ class Node:
         if count:
             self.journal.add("keeper.kept", f"{count} segments were kept by the service manager")
 
-    def _begin_worker(self, owner: WorkerOwner) -> None:
+    def begin_worker(self, owner: WorkerOwner) -> None:
         """Have a worker run of which no engine does; with the memory that is left of it, if any is."""
         vault, kept = self.keeper.vault if self.keeper is not None else None, self.registry.mark(owner.name)
         if vault is None or kept == Mark():
@@ -472,8 +513,7 @@ class Node:
 
     def _nursery_changed(self, part: NurseryPart, state: NurseryState) -> None:
         for owner in self.workers.values():
-            if owner.nursery is part:
-                owner.put(m.NurseryChanged(state))
+            owner.nursery_changed(part, state)
 
     def _engine_reaped(self, engine: str, status_code: int) -> None:
         owner = self.workers.get(engine.rpartition(".")[0])
@@ -520,6 +560,11 @@ class Node:
     def free_memory(self, worker: str) -> None:
         self.run_task(self._free(worker))
 
+    def tidy_memory(self, worker: str, keep: str) -> None:
+        """Free what only engines of ``worker`` used that are gone. ``keep``: its KV set in use."""
+        if self.keeper is not None:
+            self.run_task(self.keeper.tidy(worker, keep))
+
     async def _free(self, worker: str) -> None:
         if self.keeper is None or not self.keeper.policy.wanted:
             return
@@ -564,7 +609,8 @@ class Node:
         data = {"gpu_uuid": news.uuid, "number": news.number}
         self.journal.add(f"gpu.{news.kind.value}", f"GPU {index} ({news.uuid}): {news.text}", level="warning", data=data)
 
-    def _write_record(self) -> None:
+    def write_record(self) -> None:
+        """Leave for clients where they find what."""
         record = {
             "schema": SCHEMA,
             "name": self.config.node.name,
@@ -615,6 +661,7 @@ async def _run(
     with voice.apart(reporter) as say:
         if found is not None:
             found.tell(loaded, say)
+        text = loaded.text if found is None or claim.config == loaded.config else ""
         node = Node(
             claim.config,
             claim.paths,
@@ -622,6 +669,7 @@ async def _run(
             sockets=sockets,
             adapters=adapters,
             config_path=path,
+            config_text=text,
             found=found,
             service=service,
             marks=claim.marks,

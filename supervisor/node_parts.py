@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 
 from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.memkeeper.protocol import SegmentInfo
+from shadowsup.memkeeper.protocol import Kind, SegmentInfo
 from shadowsup.memkeeper.vault import Vault
 from shadowsup.supervisor import devices
 from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.gateway.retune import retune
 from shadowsup.supervisor.nursery_client import NurseryClient, Spare
 from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import write_private
@@ -28,9 +29,11 @@ from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.policy.part import PartSettings, PartState
 from shadowsup.supervisor.process import Child, send_signal
 from shadowsup.wire.engine import DrainGateway, GatewayBeat
-from shadowsup.wire.gateway import GatewaySpec
+from shadowsup.wire.gateway import GatewaySpec, Retune
 
 RECONNECT_S = 1.0
+RETUNE_S = 5.0
+"""How long a gateway may take to listen on other sockets."""
 NURSERY_READY_S = 180.0
 """Importing torch and transformers from a cold disk."""
 
@@ -134,6 +137,21 @@ class KeeperPart(Part):
             await self.running.wait()
         if self.vault is not None:
             await self.vault.free(worker=worker)
+
+    async def tidy(self, worker: str, keep: str) -> None:
+        """Free the KV sets of ``worker`` but ``keep``, and weights that nobody else has used and nobody uses now."""
+        for segment in self.segments():
+            manifest = segment.manifest
+            own = manifest.worker == worker and manifest.kind is Kind.LEDGER and manifest.set_id != keep
+            weights = manifest.kind is Kind.WEIGHTS and manifest.index == 0 and segment.workers == (worker,)
+            if (own or weights) and not segment.leases and self.vault is not None:
+                try:
+                    await self.vault.free(set_id=manifest.set_id)
+                except KeeperError as error:
+                    log.warning("%s of %s was not freed: %s", manifest.set_id, worker, error)
+                else:
+                    what = "weights" if weights else "KV"
+                    self.host.journal.add("keeper.freed", f"{what} that {worker} does not use any more were freed", worker=worker)
 
     async def close_vault(self) -> None:
         if self.vault is not None:
@@ -324,12 +342,36 @@ class GatewayPart(Part):
                 await asyncio.gather(gone, hurried, return_exceptions=True)
         await self.stop(timeout_s=3.0)
 
+    async def retune(self, settings: Retune, sockets: Sequence[socket.socket] = ()) -> list[socket.socket]:
+        """Give other settings to the gateway and to its successors; with ``sockets``, which are owned from now on, listen on those instead.
+
+        Returns the sockets that are left then; `close_sockets` gives up their address.
+
+        Raises:
+            SupervisorError: it cannot take them; nothing was changed, and ``sockets`` are the caller's still.
+        """
+        spec = msgspec.structs.replace(self._spec, api_key_file=settings.api_key_file, max_inflight=settings.max_inflight)
+        if sockets:
+            spec = msgspec.structs.replace(spec, listen_fds=tuple(sock.fileno() for sock in sockets))
+        if self.running.is_set():
+            await asyncio.to_thread(retune, self.host.paths.retune, settings, sockets, RETUNE_S)
+        self._spec = spec  # one that is just being replaced is spawned with it
+        left: list[socket.socket] = []
+        if sockets:
+            left, self.sockets = self.sockets, list(sockets)
+        return left
+
     def close_sockets(self) -> None:
-        for sock in self.sockets:
-            if sock.family == socket.AF_UNIX:
-                with contextlib.suppress(OSError):
-                    Path(sock.getsockname()).unlink()
-            sock.close()
+        close_sockets(self.sockets)
+
+
+def close_sockets(sockets: Sequence[socket.socket]) -> None:
+    """Give up the addresses of listening sockets."""
+    for sock in sockets:
+        if sock.family == socket.AF_UNIX:
+            with contextlib.suppress(OSError):
+                Path(sock.getsockname()).unlink()
+        sock.close()
 
 
 def port_of(sockets: Sequence[socket.socket]) -> str:

@@ -23,6 +23,8 @@ class NurseryRecord(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     preload: str
     python: str
+    number: int | None = None
+    """Of its socket; None: its place in the list."""
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

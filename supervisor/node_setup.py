@@ -152,6 +152,8 @@ class NurseryPlan:
     preload: str
     python: str
     env: dict[str, str]
+    number: int | None = field(default=None, compare=False)
+    """Of its socket and its log; None: its place in the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +194,15 @@ class Plan:
 
 
 async def plan(
-    config: NodeConfig, paths: NodePaths, scribe: ScribeClient, adapters: Mapping[str, str], report: Callable[[str], None]
+    config: NodeConfig,
+    paths: NodePaths,
+    scribe: ScribeClient,
+    adapters: Mapping[str, str],
+    report: Callable[[str], None],
+    *,
+    room: bool = True,
 ) -> Plan:
-    """Resolve GPUs and models, and say what will run.
+    """Resolve GPUs and models, and say what will run. ``room``: see whether the devices have room for it.
 
     Raises:
         SupervisorError: a GPU, model, interpreter or env_file cannot be used; ``exit_code`` says whether the config is to blame.
@@ -250,7 +258,8 @@ async def plan(
             plan.name: {gpu.uuid: device_memory.Overheads.key(plan.config, gpu) for gpu in inventory if gpu.uuid in plan.gpus}
             for plan in sharing
         }
-        await _refuse_what_does_not_fit(sharing, inventory, paths, report)
+        if room:
+            await _refuse_what_does_not_fit(sharing, inventory, paths, report)
     return made
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shadowsup.supervisor.beats import BeatRouter
@@ -14,11 +15,12 @@ from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.examine import look
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.node_parts import NurseryPart
+from shadowsup.supervisor.node_setup import WorkerPlan
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.command import CommandPolicy
-from shadowsup.supervisor.policy.model import PLANNED, WorkerState
+from shadowsup.supervisor.policy.model import PLANNED, NurseryState, WorkerState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
-from shadowsup.supervisor.recipe import Recipe
+from shadowsup.supervisor.recipe import CommandRecipe, KeptRecipe, Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Entry, Mark
 from shadowsup.supervisor.since import Since
@@ -26,6 +28,14 @@ from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report, Stop
 from shadowsup.wire.sensor import SensorBeat
 
 log = logging.getLogger("shadowsup.worker")
+
+
+@dataclass(frozen=True)
+class Line:
+    """How engines of one revision of the settings are made. ``nursery``: forks them; None: they are all spawned cold."""
+
+    recipe: Recipe
+    nursery: NurseryPart | None = None
 
 
 class Surroundings(Protocol):
@@ -47,6 +57,8 @@ class Surroundings(Protocol):
 
     def free_memory(self, worker: str) -> None: ...
 
+    def tidy_memory(self, worker: str, keep: str) -> None: ...
+
     def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
 
@@ -67,12 +79,12 @@ class WorkerOwner:
     ) -> None:
         self.name = name
         self.policy = policy
-        self.recipe = recipe
+        self.lines: dict[str, Line] = {policy.settings.revision: Line(recipe, nursery)}
+        """By revision of the settings: that in force, and during a roll-out the coming one."""
         self.engines: dict[str, EngineProcess] = {}
         self.changed = asyncio.Event()
         """Set, and replaced by a new one, after each event: for those who wait for a state."""
         self._node = node
-        self.nursery = nursery
         self.since = Since(time.monotonic())
         self._queue: asyncio.Queue[m.WorkerEvent] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -97,6 +109,37 @@ class WorkerOwner:
         self._carry_out(self.policy.handle(found, time.monotonic()))
         for process in watched:
             self._node.run_task(self.recipe.watch(process, self.put))
+
+    @property
+    def line(self) -> Line:
+        """How engines with the settings in force are made."""
+        return self.lines[self.policy.settings.revision]
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.line.recipe
+
+    @property
+    def nursery(self) -> NurseryPart | None:
+        return self.line.nursery
+
+    def plan(self, nursery: int | None) -> WorkerPlan:
+        """Return what runs as the plan of a node has it. ``nursery``: number of its place there."""
+        recipe = self.recipe
+        assert isinstance(recipe, KeptRecipe | CommandRecipe)
+        settings = self.policy.settings
+        return WorkerPlan(config=recipe.config, recipe=recipe, gpus=settings.gpus, spares=settings.spares, nursery=nursery)
+
+    @property
+    def idle(self) -> bool:
+        """Every event that was put has been taken."""
+        return not self._queue.qsize()
+
+    def nursery_changed(self, part: NurseryPart, state: NurseryState) -> None:
+        """Tell the policy of a nursery that forks engines of this worker."""
+        for revision, line in self.lines.items():
+            if line.nursery is part:
+                self.put(m.NurseryChanged(state, revision))
 
     # --- events -----------------------------------------------------------------------------------------------------------------
 
@@ -257,12 +300,15 @@ class WorkerOwner:
                 self._record(action)
             case m.FreeMemory():
                 self._node.free_memory(self.name)
+            case m.TidyMemory(keep=keep):
+                self._node.tidy_memory(self.name, keep)
             case m.PublishRoutes():
                 self._node.routes_changed()
 
     def _spawn(self, action: m.Spawn) -> None:
+        line = self.lines.get(action.revision, self.line)
         try:
-            launch = self.recipe.launch(action.engine, action.seq)
+            launch = line.recipe.launch(action.engine, action.seq, beside=action.beside)
             if action.gpus is not None or action.verify:
                 launch = placed(launch, action.gpus, verify=action.verify)
         except SupervisorError as error:
@@ -274,10 +320,10 @@ class WorkerOwner:
             return
         process = EngineProcess(self._node.host, action.engine, launch, self.put)
         self.engines[action.engine] = process
-        self._node.run_task(self._start(process, action))
+        self._node.run_task(self._start(process, action, line))
 
-    async def _start(self, process: EngineProcess, action: m.Spawn) -> None:
-        client = self.nursery.client if self.nursery is not None else None
+    async def _start(self, process: EngineProcess, action: m.Spawn, line: Line) -> None:
+        client = line.nursery.client if line.nursery is not None else None
         try:
             await process.start(action.how, client, refill=action.refill)
         except Exception as error:
@@ -285,7 +331,7 @@ class WorkerOwner:
             log.exception("%s could not be started", process.id)
             self.put(m.SpawnFailed(process.id, action.how, f"{type(error).__name__}: {error}"))
             return
-        await self.recipe.watch(process, self.put)
+        await line.recipe.watch(process, self.put)
 
     def _announce(self, action: m.Announce) -> None:
         policy = self.policy

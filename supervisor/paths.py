@@ -77,6 +77,10 @@ class NodePaths:
         return self.runtime / "gateway.json"
 
     @property
+    def retune(self) -> Path:
+        return self.runtime / "gateway-settings.sock"
+
+    @property
     def handover(self) -> Path:
         return self.runtime / "gateway.sock"
 

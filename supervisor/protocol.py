@@ -7,6 +7,7 @@ asks ``status`` (whose ``event`` is the number the snapshot includes) and ignore
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import msgspec
@@ -84,3 +85,118 @@ class Recovery(msgspec.Struct, kw_only=True):
     """What was done about it: a `shadowsup.supervisor.policy.severity.Decision`."""
     evidence: dict[str, Any] = {}
     """What the engine, its exit and the sensor said; for want of memory the batch, its lengths, and bytes by purpose."""
+
+
+# --- reload -----------------------------------------------------------------------------------------------------------------------
+
+
+class Change(str, enum.Enum):
+    """What a changed config means for one worker, or for a section of the node."""
+
+    KEPT = "kept"
+    IN_PLACE = "in_place"
+    """Takes effect without a new engine."""
+    ADDED = "added"
+    REMOVED = "removed"
+    REPLACED = "replaced"
+    """Through a shadow with the new settings, without a gap."""
+    GAP = "restarted_with_gap"
+    NODE_RESTART = "needs_node_restart"
+    """Cannot be applied to a running node; then nothing of the config is."""
+
+
+class KvFate(str, enum.Enum):
+    """What becomes of a worker's KV. New: requests in flight are replayed by full prefill."""
+
+    NONE = ""
+    KEPT = "kept"
+    NEW = "new"
+    ENGINE_DECIDES = "engine_decides"
+
+
+class KeyChange(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting, by its dotted key in its section. Values as text, secrets hidden; empty: not there."""
+
+    key: str
+    old: str = ""
+    new: str = ""
+
+
+class Consequence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the config means for one worker (``name``) or section. ``text``: for people."""
+
+    section: str
+    """``worker | gateway | node | memkeeper``."""
+    name: str = ""
+    change: Change
+    keys: tuple[KeyChange, ...] = ()
+    kv: KvFate = KvFate.NONE
+    gap_s: float | None = None
+    """About so long nobody serves (`Change.GAP`); None: not known."""
+    text: str = ""
+
+
+class ReloadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """``refused``: why nothing of it can be applied to the running node; empty: it can. ``text``: of the config, where a revision was asked
+    for by `undo` or `to`."""
+
+    current: str
+    path: str
+    summary: str
+    refused: str = ""
+    hint: str = ""
+    changes: tuple[Consequence, ...] = ()
+    text: str = ""
+
+    @property
+    def nothing(self) -> bool:
+        return all(change.change is Change.KEPT for change in self.changes)
+
+
+class ReloadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to ``reload``. ``state``: ``planned | nothing | started | queued``; ``n``: number of the reload, 0 where none was begun."""
+
+    schema: int = SCHEMA
+    n: int = 0
+    state: str
+    plan: ReloadPlan
+    message: str = ""
+
+
+class ReloadState(str, enum.Enum):
+    """How far a reload is. The last three are ends."""
+
+    WAITING = "waiting"
+    """For a recovery, a start, or another save."""
+    PREPARING = "preparing"
+    HANDING_OVER = "handing_over"
+    FINISHING = "finishing"
+    TAKING_BACK = "taking_back"
+    DONE = "done"
+    FAILED = "failed"
+    SUPERSEDED = "superseded"
+
+
+class ReloadProgress(msgspec.Struct, kw_only=True):
+    """``reload`` of ``status``: the newest reload, running or ended. ``revision``: that it brought, once it is done."""
+
+    n: int
+    state: ReloadState = ReloadState.WAITING
+    revision: str = ""
+    summary: str = ""
+    message: str = ""
+    workers: dict[str, str] = {}
+    started_ts: float = 0.0
+    ended_ts: float | None = None
+    queued: bool = False
+    """Another reload waits for the end of this one."""
+
+
+class Revision(msgspec.Struct, frozen=True, kw_only=True):
+    """A config that was in force. ``origin``: ``start | reload | undo``; ``digest``: of its text."""
+
+    id: str
+    ts: float
+    path: str
+    digest: str
+    origin: str

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from shadowsup.supervisor.config.model import EngineKind, WorkerConfig
+from shadowsup.supervisor.config.revision import revision_of
 from shadowsup.supervisor.devices import environment as device_environment
 from shadowsup.supervisor.engine_process import EngineProcess, Launch
 from shadowsup.supervisor.environment import engine_environment
@@ -30,11 +31,17 @@ PROBE_S = 0.2
 
 
 class Recipe(Protocol):
-    """Makes launches. `watch` runs once for each engine, after its start, or after its adoption."""
+    """Makes launches. `watch` runs once for each engine, after its start, or after its adoption.
+
+    ``settings_revision``: of all that an engine is started with, see `shadowsup.supervisor.config.revision`.
+    """
 
     config: WorkerConfig
+    settings_revision: str
 
-    def launch(self, engine: str, seq: int) -> Launch: ...
+    def launch(self, engine: str, seq: int, *, beside: bool = False) -> Launch:
+        """``beside``: engines with other settings may serve from other KV, which must stay good."""
+        ...
 
     def adopt(self, engine: str, seq: int, data: Mapping[str, str]) -> Launch:
         """Return the launch of an engine that runs. ``data``: what was noted of it."""
@@ -43,8 +50,8 @@ class Recipe(Protocol):
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None: ...
 
 
-def settings(config: WorkerConfig, gpus: tuple[str, ...] = (), spares: tuple[str, ...] = ()) -> WorkerSettings:
-    """Return what the policy must know of a worker."""
+def settings(config: WorkerConfig, gpus: tuple[str, ...] = (), spares: tuple[str, ...] = (), revision: str = "") -> WorkerSettings:
+    """Return what the policy must know of a worker. ``revision``: that of its recipe; empty: it is looked up."""
     return WorkerSettings(
         name=config.name,
         shadows=config.shadows if config.engine.keeps_memory else 0,
@@ -60,6 +67,7 @@ def settings(config: WorkerConfig, gpus: tuple[str, ...] = (), spares: tuple[str
         stop_signal=int(config.stop.signum),
         stop_timeout_s=config.stop.timeout,
         give_up_after_s=config.give_up_after,
+        revision=revision or revision_of(config),
     )
 
 
@@ -134,10 +142,11 @@ class KeptRecipe:
         self._paths = paths
         self._node = node
         self.revision = revision
+        self.settings_revision = revision_of(config)
         self._gpus = gpus
 
-    def launch(self, engine: str, seq: int) -> Launch:
-        config, paths = self.config, self._paths
+    def launch(self, engine: str, seq: int, *, beside: bool = False) -> Launch:
+        config, paths, kv = self.config, self._paths, self.config.kv
         spec = EngineSpec(
             node=self._node,
             worker=config.name,
@@ -151,7 +160,7 @@ class KeptRecipe:
             args=dict(config.args),
             gpus=self._gpus,
             shadows=config.shadows,
-            kv=KvSpec(size=config.kv.size or 0, block_tokens=config.kv.block_tokens, reserve=config.kv.reserve),
+            kv=KvSpec(size=kv.size or 0, block_tokens=kv.block_tokens, reserve=kv.reserve, beside=beside),
             verify=config.verify.value,
             heartbeat_s=config.health.heartbeat,
             runtime_dir=str(paths.runtime),
@@ -172,6 +181,7 @@ class KeptRecipe:
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,
+            data={"revision": self.settings_revision},
         )
 
     def adopt(self, engine: str, seq: int, data: Mapping[str, str]) -> Launch:
@@ -202,6 +212,7 @@ class CommandRecipe:
             if gpus
             else engine_environment(inherited, env=config.env, env_file=config.env_file, extra={})
         )
+        self.settings_revision = revision_of(config)
         self._paths = paths
         self._scribe = scribe
         self._ports: dict[str, int] = {}
@@ -209,7 +220,7 @@ class CommandRecipe:
         self._ready: set[str] = set()
         """Of those that were adopted."""
 
-    def launch(self, engine: str, seq: int) -> Launch:
+    def launch(self, engine: str, seq: int, *, beside: bool = False) -> Launch:
         return self._launch(engine, self.config.port or free_port())
 
     def adopt(self, engine: str, seq: int, data: Mapping[str, str]) -> Launch:
@@ -231,7 +242,7 @@ class CommandRecipe:
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,
-            data={"port": str(port)},
+            data={"port": str(port), "revision": self.settings_revision},
         )
 
     async def watch(self, process: EngineProcess, tell: Callable[[m.WorkerEvent], None]) -> None:

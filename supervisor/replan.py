@@ -35,7 +35,9 @@ def record(config: NodeConfig, plan: Plan, *, instance: str, config_path: str, l
         gpus=plan.gpus,
         baselines=plan.baselines,
         overhead_keys=plan.overhead_keys,
-        nurseries=[NurseryRecord(engine=each.engine, preload=each.preload, python=each.python) for each in plan.nurseries],
+        nurseries=[
+            NurseryRecord(engine=each.engine, preload=each.preload, python=each.python, number=each.number) for each in plan.nurseries
+        ],
         workers=workers,
         began_s=time.time(),
     )
@@ -70,5 +72,7 @@ def replan(config: NodeConfig, paths: NodePaths, scribe: ScribeClient, record: N
         made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=was.gpus, spares=was.spares, nursery=was.nursery))
     for number, nursery in enumerate(record.nurseries):
         env = environments.get(number, {})
-        made.nurseries.append(NurseryPlan(engine=nursery.engine, preload=nursery.preload, python=nursery.python, env=env))
+        made.nurseries.append(
+            NurseryPlan(engine=nursery.engine, preload=nursery.preload, python=nursery.python, env=env, number=nursery.number)
+        )
     return made

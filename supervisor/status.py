@@ -17,6 +17,7 @@ from shadowsup.supervisor.node_worker import WorkerOwner
 from shadowsup.supervisor.policy.model import EngineRecord, WorkerState
 from shadowsup.supervisor.policy.part import PartState
 from shadowsup.supervisor.policy.restart import NextStart
+from shadowsup.supervisor.policy.rollout import RollOut
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA, Recovery
 from shadowsup.supervisor.recovery import RecoveryBook
@@ -35,6 +36,8 @@ def status(node: Node) -> dict[str, Any]:
         worker_status(node.workers[worker.name], node.recoveries, now_s) if worker.name in node.workers else unstarted_status(worker)
         for worker in node.config.workers
     ]
+    named = {worker.name for worker in node.config.workers}  # others are just being added
+    workers += [worker_status(owner, node.recoveries, now_s) for name, owner in node.workers.items() if name not in named]
     private = sum(engine["memory"] for worker in workers for engine in worker["engines"])
     return {
         "schema": SCHEMA,
@@ -51,6 +54,7 @@ def status(node: Node) -> dict[str, Any]:
             "config": node.config_path,
             "events_lost": node.journal.lost,
         },
+        **node.reloads.status(),
         "memkeeper": keeper_status(node.keeper),
         "nursery": [nursery_status(nursery) for nursery in node.nurseries],
         "sensor": sensor_status(node.sensor, now_s),
@@ -157,8 +161,17 @@ def worker_status(owner: WorkerOwner, recoveries: RecoveryBook, now_s: float) ->
         "recoveries": recoveries.counts(owner.name),
         "give_up_after_s": round(policy.give_up_after_s, 3),
         "desired": policy.desired.value,
+        "revision": policy.settings.revision,
+        "rollout": rollout_status(policy.rollout),
         **({} if isinstance(policy, WorkerPolicy) else {"upstream": policy.upstream}),
     }
+
+
+def rollout_status(rollout: RollOut | None) -> dict[str, str] | None:
+    """Return how far new settings of a worker are; None: none are under way."""
+    if rollout is None or not rollout.open:
+        return None
+    return {"stage": rollout.stage.value, "revision": rollout.target.revision, "reason": rollout.reason}
 
 
 def unstarted_status(config: WorkerConfig) -> dict[str, Any]:
@@ -207,6 +220,7 @@ def engine_status(record: EngineRecord, now_s: float, since_s: float | None = No
         "tokens_total": beat.tokens_total if beat is not None else 0,
         "last_step_age_s": round(now_s - beat.last_step_s, 3) if beat is not None and beat.last_step_s else None,
         "memory": usage.private_bytes(record.pid),
+        "revision": record.revision,
         "epoch": record.epoch,
         "how": record.how.value,
         "detail": beat.detail if beat is not None else "",

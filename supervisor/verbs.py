@@ -66,6 +66,9 @@ def table(node: Node) -> dict[str, Verb]:
         chosen = found[-int(limit) :] if limit else found
         return {"schema": SCHEMA, "last": node.journal.last, "events": [msgspec.structs.asdict(event) for event in chosen]}
 
+    def node_reload(arguments: Mapping[str, Any]) -> Any:
+        return node.reloads.request(arguments)
+
     return {
         "status": lambda _: status.status(node),
         "memory": lambda _: status.memory(node),
@@ -75,6 +78,8 @@ def table(node: Node) -> dict[str, Verb]:
         "inspect": lambda arguments: inspection.inspect(worker_of(node, arguments)),
         "ping": lambda _: {"schema": SCHEMA, "pid": os.getpid()},
         "events": events,
+        "reload": node_reload,
+        "revisions": lambda _: node.reloads.history(),
         "stop": stop,
         "restart": restart,
         "drain": drain,

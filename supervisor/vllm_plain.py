@@ -138,7 +138,7 @@ class PlainVllmRecipe(CommandRecipe):
         self.env = worker_environment(config, inherited, gpus, {})
         self.why = why
 
-    def launch(self, engine: str, seq: int) -> Launch:
+    def launch(self, engine: str, seq: int, *, beside: bool = False) -> Launch:
         return self._launch(engine, 0)
 
     def _launch(self, engine: str, port: int) -> Launch:
@@ -161,7 +161,7 @@ class PlainVllmRecipe(CommandRecipe):
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,
-            data={"port": str(port)},
+            data={"port": str(port), "revision": self.settings_revision},
         )
 
     def _upstream(self, engine: str, port: int) -> str:

@@ -24,5 +24,20 @@ class GatewaySpec(msgspec.Struct, frozen=True, kw_only=True):
     """While a stream is held, a server-sent comment this often."""
     handover: str = ""
     """Unix socket at which a new supervisor gets the listening sockets; empty: none."""
+    retune: str = ""
+    """Unix socket at which the supervisor gives other settings; empty: none."""
     max_body: int = 16 * 1024 * 1024
     """Bytes of one request body; more is a 413."""
+
+
+class Retune(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings for a gateway that runs (`shadowsup.supervisor.gateway.retune`); what they mean is said in `GatewaySpec`."""
+
+    api_key_file: str | None = None
+    max_inflight: int = 256
+
+
+class Retuned(msgspec.Struct, frozen=True, kw_only=True):
+    """They are in use. ``error``: why not; nothing was changed then."""
+
+    error: str = ""

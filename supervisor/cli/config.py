@@ -59,8 +59,8 @@ def example(name: str | None) -> None:
 def edit(ctx: click.Context, path: Path | None) -> int:
     """Edit CONFIG with $VISUAL or $EDITOR. It is checked before it is saved; what is wrong stands on top of it when you edit again.
 
-    Without CONFIG: the file that the running node was started with. The old file is kept as CONFIG~. A node that runs takes the change
-    at its next start.
+    Without CONFIG: the file that the running node was started with. The old file is kept as CONFIG~. A node that runs is left as it
+    is: shadowsup reload applies the change.
     """
     from shadowsup.supervisor.cli.edit import edit_config
 

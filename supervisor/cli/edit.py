@@ -214,4 +214,4 @@ def _tell_running(loaded: LoadedConfig) -> None:
     node = loaded.config.node
     there = runtime_dir.for_start(node.name, explicit=None, configured=node.runtime_dir, environ=os.environ)
     if runtime_dir.serving(there):
-        click.echo(f"node {node.name} is running: it takes the change at its next start", err=True)
+        click.echo(f"node {node.name} is running: shadowsup reload {loaded.path} applies the change", err=True)

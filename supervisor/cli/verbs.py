@@ -19,6 +19,7 @@ VERBS: dict[str, Verb] = {
     "start": Verb(f"{_HERE}.start:start", "Run a node: the supervisor, its engines and the gateway.", "Run"),
     "stop": Verb(f"{_HERE}.stop:stop", "Stop the node, or one worker; leave nothing behind.", "Run"),
     "restart": Verb(f"{_HERE}.orders:restart", "Replace the engines of a worker.", "Run"),
+    "reload": Verb(f"{_HERE}.reload:reload", "Apply a changed config: show what it does, touch only what changed.", "Run"),
     "drain": Verb(f"{_HERE}.orders:drain", "Let a worker finish its requests and take no new ones.", "Run"),
     "status": Verb(f"{_HERE}.status:status", "What goes on: workers, engines, memory, the gateway.", "Look"),
     "tui": Verb(f"{_HERE}.tui:tui", "The dashboard; --write: with orders and the config editor.", "Look"),

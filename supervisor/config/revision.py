@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any
 
-from shadowsup.supervisor.config.model import WorkerConfig
+from shadowsup.supervisor.config.model import EngineKind, WorkerConfig
 
 IN_PLACE = ("name", "served_name", "spares", "shadows", "health", "restart", "stop", "give_up_after", "verify", "logs")
 """What takes effect without a new engine. Of ``health`` the heartbeat is the engine's own all the same."""
@@ -19,6 +19,8 @@ def engine_settings(worker: WorkerConfig) -> dict[str, Any]:
     """Return what the engines of ``worker`` are started with, as plain JSON values by dotted key; defaults are filled in."""
     found = flat(worker.model_dump(mode="json", exclude=set(IN_PLACE)))
     found["health.heartbeat"] = worker.health.heartbeat
+    if worker.engine is EngineKind.VLLM:
+        found["served_name"] = worker.public_name  # where its own server is used, that knows its model by this name only
     if worker.gpus and worker.kv.size is None and worker.engine.keeps_memory:
         found["shadows"] = worker.shadows  # the KV takes what so many engines leave
     if worker.env_file is not None:

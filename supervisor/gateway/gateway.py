@@ -72,7 +72,7 @@ class Gateway:
         self.draining = False
         self.created = int(time.time())
         self._version = 0
-        self._max_inflight = max_inflight
+        self.max_inflight = max_inflight
         self._resumed = resumed
         self._loop = asyncio.get_running_loop()
         self._links: dict[str, EngineLink] = {}
@@ -206,7 +206,7 @@ class Gateway:
         """
         if self.draining:
             raise ApiError(503, "This gateway is shutting down; the next connection reaches its successor", retry_after_s=1.0)
-        if self.totals.inflight >= self._max_inflight:
+        if self.totals.inflight >= self.max_inflight:
             message = f"{self.totals.inflight} requests are in flight, as many as this gateway admits"
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1.0)
         self.totals.inflight += 1

@@ -11,7 +11,7 @@ import queue
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from aiohttp import web
@@ -26,9 +26,10 @@ from shadowsup.supervisor.gateway.held_http import HeldProxy
 from shadowsup.supervisor.gateway.held_servers import Servers
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import Proxy
+from shadowsup.supervisor.gateway.retune import RetuneServer
 from shadowsup.supervisor.gateway.server import SILENCE_S, Server
 from shadowsup.wire.engine import DrainGateway, GatewayBeat, Routes
-from shadowsup.wire.gateway import GatewaySpec
+from shadowsup.wire.gateway import GatewaySpec, Retune
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ class GatewayProcess:
         metrics = Metrics()
         keys = ApiKeys(spec.api_key_file)
         self._sockets = sockets
+        self._sites: list[web.SockSite] = []
         self._handover_path = spec.handover
+        self._retune_path = spec.retune
         self._gateway = Gateway(spec.max_inflight, metrics.pause)
         metrics.watch(self._gateway)
         self._proxy = Proxy(hide_authorization=keys.required)
@@ -71,10 +74,9 @@ class GatewayProcess:
     async def run(self) -> None:
         """Serve until told to stop, then drain."""
         await self._runner.setup()
-        for sock in self._sockets:
-            await web.SockSite(self._runner, sock, backlog=1024).start()
-            log.info("serving on %s", sock.getsockname())
+        self._sites = await self._listen(self._sockets)
         handover = self._hand_over()
+        tuner = self._take_settings()
         self._channel.start()
         looking = asyncio.create_task(self._look_for_silence())
         gc.freeze()  # what is here now stays: the collector need not look at it while streams run
@@ -89,13 +91,54 @@ class GatewayProcess:
         finally:
             looking.cancel()
             await asyncio.gather(looking, return_exceptions=True)
-            if handover is not None:
-                handover.close()
+            for door in (handover, tuner):
+                if door is not None:
+                    door.close()
             await self._proxy.close()
             await self._servers.close()
             await self._gateway.close()
             await self._channel.close()
         log.info("done")
+
+    async def _listen(self, sockets: Sequence[socket.socket]) -> list[web.SockSite]:
+        """Serve on ``sockets``. Raises OSError or ValueError: on none of them."""
+        sites: list[web.SockSite] = []
+        try:
+            for sock in sockets:
+                site = web.SockSite(self._runner, sock, backlog=1024)
+                await site.start()
+                sites.append(site)
+                log.info("serving on %s", sock.getsockname())
+        except (OSError, ValueError):
+            for site in sites:
+                await site.stop()
+            raise
+        return sites
+
+    async def _retune(self, settings: Retune, sockets: list[socket.socket]) -> None:
+        """Take other settings into use. Who is connected at a socket that is left stays connected."""
+        if sockets:
+            former, self._sites = self._sites, await self._listen(sockets)
+            left = list(self._sockets)
+            self._sockets[:] = sockets  # the handover gives these away
+            for site in former:
+                await site.stop()
+            for sock in left:
+                sock.close()
+        keys = ApiKeys(settings.api_key_file)
+        self._server.use_keys(keys)
+        self._proxy.hide_authorization(keys.required)
+        self._gateway.max_inflight = settings.max_inflight
+        log.info("took other settings: at most %d requests, keys from %s", settings.max_inflight, settings.api_key_file or "nowhere")
+
+    def _take_settings(self) -> RetuneServer | None:
+        if not self._retune_path:
+            return None
+        try:
+            return RetuneServer(Path(self._retune_path), self._retune)
+        except OSError as error:
+            log.warning("settings can be changed by a restart only: %s", error)
+            return None
 
     def _hand_over(self) -> Handover | None:
         if not self._handover_path:

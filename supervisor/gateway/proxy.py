@@ -42,8 +42,13 @@ class Proxy:
     """
 
     def __init__(self, *, hide_authorization: bool) -> None:
-        self._drop = _HOP_BY_HOP | {"host"} | ({"authorization"} if hide_authorization else frozenset())
+        self._drop: frozenset[str] = frozenset()
+        self.hide_authorization(hide_authorization)
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+
+    def hide_authorization(self, hide: bool) -> None:
+        """Say whether the gateway's own keys end here."""
+        self._drop = _HOP_BY_HOP | {"host"} | ({"authorization"} if hide else frozenset())
 
     async def forward(self, http: web.Request, worker: Upstream, body: bytes | None) -> web.StreamResponse:
         """Pass a request on and its response back.

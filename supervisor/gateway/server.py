@@ -81,6 +81,10 @@ class Server:
         app.router.add_route("*", r"/{path:[\s\S]*}", self._dispatch)  # a newline is a character of a path, too
         return app
 
+    def use_keys(self, keys: ApiKeys) -> None:
+        """Check these from now on."""
+        self._keys = keys
+
     def close_idle(self, connections: Iterable[web.RequestHandler]) -> None:
         """Close those of ``connections`` that have no request under way (aiohttp's own drain leaves them open, and deaf)."""
         for connection in list(connections):

@@ -31,6 +31,8 @@ class Picture:
     active: str | None = None
     epoch: int = 0
     kv_set: int = _CURRENT
+    kv_name: str = ""
+    """The keeper's id of the set that counts; empty: there is none, or it is not known."""
     kv_known: bool = True
     """Whether the keeper would give a newcomer the KV set that is in use."""
     desired: Desired = Desired.RUN
@@ -47,7 +49,7 @@ def picture(found: m.Adopt, now_s: float) -> Picture:
     if top is not None and 0 < claims[top.id] == made.epoch:
         made.active = top.id
     active = top if made.active else None
-    current = _set_in_use(found, active)
+    made.kv_name = current = _set_in_use(found, active)
     made.kv_known = not current or found.kv_set == current
     first = 1 if active is not None and active.alive else 0  # before a living owner of epoch 1 there was none
     said = active.beat if active is not None and active.alive else None

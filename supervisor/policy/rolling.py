@@ -265,13 +265,14 @@ class Rolling(Placing, ABC):
         active = self.active
         if not self._tidy_due or active is None or active.promoted_s is None:
             return
-        # What one that is just ending holds is not always known (it may have been adopted).
-        if any(e.revision != self.settings.revision or self.succession.is_stale(e) or e.dying for e in self.engines.values()):
+        keep = self.succession.set_in_use
+        # By what they say: what one holds that was adopted on its way in or out is not known otherwise.
+        held = {e.vitals.beat.kv_set if e.vitals.beat is not None else "" for e in self.engines.values()}
+        if not keep or held != {keep} or any(e.revision != self.settings.revision or e.dying for e in self.engines.values()):
             return
         self._tidy_due = False
-        keep = self.succession.only_set()
-        if keep:
-            self._do(m.TidyMemory(keep))
+        self.succession.forget_others()
+        self._do(m.TidyMemory(keep))
 
     # --- what others ask --------------------------------------------------------------------------------------------------------
 

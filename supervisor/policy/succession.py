@@ -42,12 +42,13 @@ class Succession:
         self._sound: set[int] = set()
         """Sets beside the one in use that are as good: nobody has written them yet, or their owner handed over."""
 
-    def resume(self, active: str | None, epoch: int, *, kv_set: int, kv_known: bool) -> None:
-        """Go on where another supervisor has left off."""
+    def resume(self, active: str | None, epoch: int, *, kv_set: int, kv_known: bool, name: str = "") -> None:
+        """Go on where another supervisor has left off. ``name``: the keeper's id of the set; empty: not known."""
         self.active = active
         self.epoch = self._claimed = epoch
         self._kv_set, self._kv_known = kv_set, kv_known
         self._newest_set = max(self._newest_set, kv_set)
+        self._names = {kv_set: name} if name else {}
 
     def vacate(self) -> None:
         """The active engine was condemned: open the next epoch, so that no event of the old one counts any more."""
@@ -82,16 +83,21 @@ class Succession:
         if kv_set and engine.kv_set == self._kv_set:
             self._names[self._kv_set] = kv_set
 
-    def identify(self, engine: EngineRecord, kv_set: str, *, alike: bool) -> None:
+    def identify(self, engine: EngineRecord, kv_set: str, engines: Iterable[EngineRecord], *, alike: bool) -> None:
         """A parked engine says which set it holds. ``alike``: it has the settings of the one that serves, so it should be the same.
 
         One with other settings may hold the same set all the same (its KV is laid out alike), or one of its own.
         """
         in_use = self._names.get(self._kv_set)
-        if alike and (not kv_set or in_use is None or in_use == kv_set):
+        if kv_set and kv_set == in_use:
+            engine.kv_set = self._kv_set
+            return
+        if alike and (not kv_set or in_use is None):
             return
         known = next((number for number, name in self._names.items() if name == kv_set), None)
-        if not kv_set or in_use is None or alike:
+        # Of those that another supervisor has promoted it may not be known what they write.
+        owned = {e.vitals.beat.kv_set if e.vitals.beat is not None else "" for e in engines if e.epoch > 0}
+        if not kv_set or in_use is None or alike or (known is None and not owned.isdisjoint(("", kv_set))):
             engine.kv_set = -1
         elif known is not None:
             engine.kv_set = known
@@ -101,11 +107,15 @@ class Succession:
             self._names[engine.kv_set] = kv_set
             self._sound.add(engine.kv_set)
 
-    def only_set(self) -> str:
-        """Forget every set but the one in use, and return the keeper's id of that; empty when it is not known."""
+    @property
+    def set_in_use(self) -> str:
+        """The keeper's id of the set in use; empty when it is not known."""
+        return self._names.get(self._kv_set, "")
+
+    def forget_others(self) -> None:
+        """Nobody holds any other set than the one in use."""
         self._sound.clear()
         self._names = {number: name for number, name in self._names.items() if number == self._kv_set}
-        return self._names.get(self._kv_set, "")
 
     def _fresh_set(self) -> None:
         """What comes next has a set that nobody has mapped. The keeper gives out no other set of the worker any more."""

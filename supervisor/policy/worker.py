@@ -112,7 +112,7 @@ class WorkerPolicy(Upkeep):
         stands = picture(found, now_s)
         self.engines |= stands.engines
         self.desired = stands.desired
-        self.succession.resume(stands.active, stands.epoch, kv_set=stands.kv_set, kv_known=stands.kv_known)
+        self.succession.resume(stands.active, stands.epoch, kv_set=stands.kv_set, kv_known=stands.kv_known, name=stands.kv_name)
         self.cold_start_s = found.cold_start_s
         self._next_seq = max(self._next_seq, 1 + max([found.seq, *(engine.seq for engine in found.engines)]))
         self._memory_used = bool(found.engines or found.kv_set)
@@ -125,7 +125,7 @@ class WorkerPolicy(Upkeep):
         moved = next((e.gpus for e in self.engines.values() if e.gpus and len(e.gpus) == len(self.settings.gpus)), ())
         self.moved = {old: new for old, new in zip(self.settings.gpus, moved, strict=False) if old != new}
         self.spares_taken.update(dict.fromkeys(self.moved.values(), self.settings.name))
-        self._tidy_due = any(engine.stale for engine in self.engines.values())
+        self._tidy_due = True  # the other may have been in the middle of a roll-out
         for name, cause in stands.condemned:
             self._condemn(self.engines[name], cause, now_s)
             if name in stands.frozen:
@@ -250,7 +250,7 @@ class WorkerPolicy(Upkeep):
         self._verify = False
         if engine.vitals.beat is not None:
             owner = self.active.revision if self.active is not None else self.settings.revision
-            self.succession.identify(engine, engine.vitals.beat.kv_set, alike=engine.revision == owner)
+            self.succession.identify(engine, engine.vitals.beat.kv_set, self.engines.values(), alike=engine.revision == owner)
         if self.cold_start_s is None:
             self.cold_start_s = now_s - engine.spawned_s
         if self.timeline is not None and self.active is not None and self._missing() <= 0:

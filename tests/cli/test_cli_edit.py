@@ -155,7 +155,7 @@ def test_a_running_node_is_said_to_take_it_at_its_next_start(path: Path, folder:
     with FakeSupervisor(folder, {}):
         result = cli("--runtime-dir", folder, "config", "edit")  # the file is the running node's
     assert result.code == 0, result.err
-    assert "it takes the change at its next start" in result.err
+    assert "shadowsup reload" in result.err and "applies the change" in result.err
 
 
 def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: Path, cli: Cli) -> None:

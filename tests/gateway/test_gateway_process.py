@@ -19,9 +19,11 @@ import pytest
 from gateway.harness import CHAT, events, next_event, text_of, text_to_the_end
 from gateway.stub_engine import StubEngine, StubSupervisor
 
+from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.gateway.process import _DroppingHandler
+from shadowsup.supervisor.gateway.retune import retune
 from shadowsup.wire.engine import DrainGateway, WorkerRoute
-from shadowsup.wire.gateway import GatewaySpec
+from shadowsup.wire.gateway import GatewaySpec, Retune
 
 STREAM = CHAT | {"stream": True}
 
@@ -78,6 +80,7 @@ async def running(short_folder: Path) -> AsyncIterator[Running]:
             listen_fds=(listener.fileno(),),
             beat_endpoint=supervisor.endpoint,
             heartbeat_s=0.02,
+            retune=str(short_folder / "settings.sock"),
         )
         spec_file.write_bytes(msgspec.json.encode(spec))
         command = [sys.executable, "-m", "shadowsup.supervisor.gateway", str(spec_file)]
@@ -140,6 +143,46 @@ async def test_the_socket_outlives_the_gateway_and_new_connections_wait_for_the_
     assert (await running.end())[0] == -signal.SIGKILL
     asked = running.ask()  # nobody accepts it
     await running.start()
+    request = await running.engine.submit()
+    running.engine.accept(request)
+    running.engine.say(request, "ok", (1,), 2, "stop")
+    assert (await asked).status == 200
+
+
+async def test_it_takes_another_address_limits_and_keys_while_a_stream_of_the_old_one_goes_on(running: Running, short_folder: Path) -> None:
+    asked = running.ask(stream=True)
+    request = await running.engine.submit()
+    running.engine.accept(request)
+    running.engine.say(request, "a", (1,), 1)
+    stream = events(await asked)
+    await next_event(stream)
+    assert text_of(await next_event(stream)) == "a"
+    keys = short_folder / "keys"
+    keys.write_text("sesame\n")
+    old_url = running.url
+    running.listener.close()  # as the supervisor does with its own
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = Retune(api_key_file=str(keys), max_inflight=1)
+        await asyncio.to_thread(retune, short_folder / "settings.sock", settings, [listener], 10.0)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/chat/completions"
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await running.http.post(old_url.replace("127.0.0.1", "localhost"), json=CHAT)  # not over the connection that is kept open
+    assert (await running.http.post(url, json=CHAT)).status == 401
+    full = await running.http.post(url, json=CHAT, headers={"authorization": "Bearer sesame"})
+    assert full.status == 429, "the stream from before counts"
+    running.engine.say(request, "b", (2,), 2, "stop")
+    assert await text_to_the_end(stream) == ("b", "stop")
+
+
+async def test_an_address_that_it_cannot_serve_changes_nothing(running: Running, short_folder: Path) -> None:
+    path = short_folder / "settings.sock"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as good,
+        socket.socket(type=socket.SOCK_DGRAM) as bad,
+        pytest.raises(SupervisorError, match="cannot take other settings"),
+    ):
+        await asyncio.to_thread(retune, path, Retune(max_inflight=1), [good, bad], 10.0)
+    asked = running.ask()
     request = await running.engine.submit()
     running.engine.accept(request)
     running.engine.say(request, "ok", (1,), 2, "stop")
