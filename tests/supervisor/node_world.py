@@ -157,11 +157,11 @@ class FakeNode:
         host, _, port = self.status()["gateway"]["listen"].rpartition(":")
         return http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
 
-    def ask(self, prompt: str = "Once upon a time", tokens: int = 60) -> Answer:
+    def ask(self, prompt: str = "Once upon a time", tokens: int = 60, model: str = "chat") -> Answer:
         """Stream a completion in the background."""
         answer = Answer()
         connection = self.connect()
-        body = {"model": "chat", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "ignore_eos": True}
         threading.Thread(target=_stream, args=(connection, body, answer), daemon=True).start()
         return answer
 
