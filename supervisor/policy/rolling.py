@@ -143,6 +143,8 @@ class Rolling(Placing, ABC):
                 self._return_to_origin(rollout, now_s)
             case _:
                 pass
+        if rollout.stage.ended:
+            self._tidy()  # nothing more may happen for a long time
         return rollout.stage is not before
 
     def _prepare(self, rollout: RollOut, now_s: float) -> None:
