@@ -143,9 +143,10 @@ class Rolling(Placing, ABC):
                 self._return_to_origin(rollout, now_s)
             case _:
                 pass
-        if rollout.stage.ended:
+        stage: Stage = self.rollout.stage if self.rollout is not None else before
+        if stage.ended:
             self._tidy()  # nothing more may happen for a long time
-        return rollout.stage is not before
+        return stage is not before
 
     def _prepare(self, rollout: RollOut, now_s: float) -> None:
         if rollout.way is not Way.SURGE:
