@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from shadowsup.wire.engine import NodeFigures
 
 if TYPE_CHECKING:
     from shadowsup.supervisor.node import Node
+
+log = logging.getLogger("shadowsup.figures")
 
 LOGS_EVERY = 5
 """The scribe is asked what it dropped each time that so many figures were sent."""
@@ -37,9 +40,15 @@ async def publish(node: Node, tally: Tally) -> None:
 
 
 def send(node: Node, tally: Tally) -> None:
-    """Send the figures of this instant, if there is a gateway to take them."""
-    if node.gateway is not None and node.gateway.beat is not None:
-        node.beats.send(GATEWAY, NodeFigures(data=wire.encode(figures(node, tally))))
+    """Send the figures of this instant, if there is a gateway to take them. A defect here costs figures and nothing else."""
+    if node.gateway is None or node.gateway.beat is None:
+        return
+    try:
+        encoded = wire.encode(figures(node, tally))
+    except Exception:
+        log.exception("the node's figures could not be made")
+    else:
+        node.beats.send(GATEWAY, NodeFigures(data=encoded))
 
 
 async def _ask_scribe(node: Node, tally: Tally) -> None:

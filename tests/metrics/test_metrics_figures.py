@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shadowsup.histogram import Buckets, cumulative
+from shadowsup.supervisor.figures import send
 from shadowsup.supervisor.gateway.node_metrics import SILENT_S, NodeMetrics
 from shadowsup.supervisor.policy.model import WorkerState
 from shadowsup.supervisor.protocol import Event, Recovery
@@ -187,3 +189,14 @@ def test_a_histogram_counts_values_by_their_bounds() -> None:
     assert buckets.counts == [3, 1, 3]
     assert cumulative(buckets.bounds, buckets.counts) == [("0.1", 3.0), ("1.0", 4.0), ("+Inf", 7.0)]
     assert buckets.sum == pytest.approx(21.75)
+
+
+def test_figures_that_cannot_be_made_cost_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        """A node whose gateway is up, and of which nothing else can be asked."""
+
+        gateway = SimpleNamespace(beat=object())
+
+    send(Broken(), Tally())  # type: ignore[arg-type]
+    assert "could not be made" in caplog.text
+    send(SimpleNamespace(gateway=None), Tally())  # type: ignore[arg-type]
