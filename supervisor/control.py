@@ -21,7 +21,7 @@ from shadowsup.supervisor.runtime_dir import not_of_group
 Verb = Callable[[dict[str, Any]], Any | Awaitable[Any]]
 """Takes the arguments, returns what goes into `Reply.result`; raises ShadowsupError. Reading verbs are plain functions and never wait."""
 
-READING_VERBS = frozenset({"status", "memory", "recoveries", "logs", "blocks", "inspect", "ping", "events"})
+READING_VERBS = frozenset({"status", "memory", "recoveries", "logs", "blocks", "inspect", "ping", "events", "revisions"})
 """What members of ``node.group`` may ask. A verb that is not named here is an order."""
 
 MAX_REQUEST = 1024 * 1024
