@@ -1,4 +1,4 @@
-"""``reload``: the plan as it is shown, what is asked of the supervisor, and the exit code of each end. A node that does it: test_node_reload."""
+"""``reload``: the plan as it is shown, what is asked of the supervisor, and the exit code of each end."""
 
 from __future__ import annotations
 
