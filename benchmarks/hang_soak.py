@@ -136,6 +136,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         fault = Path(folder) / "strike"
         section = content["workers"][0]
         section["env"] = {**section.get("env", {}), "SHADOWSUP_FAULT": f"hang@file:{fault}"}
+        if arguments.threads is not None:
+            section["env"]["OMP_NUM_THREADS"] = str(arguments.threads)
         section["restart"] = {"backoff": ["0s"], "max": "1000000 in 1h"}
         async with running(content, start=TOY_START if arguments.toy else START, timeout_s=600.0) as node, client_session() as session:
             url = f"{node.url}/v1/chat/completions"
@@ -169,9 +171,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 "wrong": tally.wrong,
                 "longest_gap_ms": round(1e3 * tally.longest_gap_s, 1),
             }
-    plan_of = {
-        name: getattr(arguments, name) for name in ("minutes", "stops", "stuck", "streams", "busy", "long", "output_tokens", "seed", "toy")
-    }
+    said = ("minutes", "stops", "stuck", "streams", "busy", "threads", "long", "output_tokens", "seed", "toy")
+    plan_of = {name: getattr(arguments, name) for name in said}
     return machine.document("hang_soak", load_before, {"plan": plan_of, "engine": describe(content, worker.name), **found})
 
 
@@ -190,6 +191,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--stuck", type=int, default=20)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="processes that keep a core busy each, in the soak")
+    parser.add_argument("--threads", type=int, help="of an engine; default: as the config says")
     parser.add_argument("--long", type=int, default=1500, help="tokens of the long prompts")
     parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
