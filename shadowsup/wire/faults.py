@@ -59,7 +59,11 @@ class Fault(str, enum.Enum):
 CUDA_ERRORS: Sequence[tuple[Fault, str, Sequence[str]]] = (
     # fault, name of the error, what its text contains (lower case). The first row that fits holds.
     (Fault.CUDA_OOM, "cudaErrorMemoryAllocation", ("cuda out of memory", "cuda error: out of memory", "cuda_error_out_of_memory")),
-    (Fault.CUDA_CONTAINED, "cudaErrorContained", ("contained", "cuda_error_contained")),
+    (
+        Fault.CUDA_CONTAINED,
+        "cudaErrorContained",
+        ("contained error", "error containment", "peer gpu memory over nvlink", "cuda_error_contained"),
+    ),
     (Fault.CUDA_ECC, "cudaErrorECCUncorrectable", ("uncorrectable ecc", "cuda_error_ecc_uncorrectable")),
     (Fault.CUDA_NVLINK, "cudaErrorNvlinkUncorrectable", ("uncorrectable nvlink", "cuda_error_nvlink_uncorrectable")),
     (
@@ -90,7 +94,6 @@ CUDA_ERRORS: Sequence[tuple[Fault, str, Sequence[str]]] = (
             "devices are busy or unavailable",
             "device(s) is/are busy",
             "device is unavailable",
-            "invalid device ordinal",
             "fallen off the bus",
             "cuda_error_no_device",
             "cuda_error_device_unavailable",
@@ -131,7 +134,7 @@ def fault_of(error: BaseException) -> Fault:
         return Fault.CUDA_OOM if "cpu" not in str(error).lower() else Fault.HOST_OOM
     if "MemoryError" in names or _HOST_ALLOCATION.search(str(error)):
         return Fault.HOST_OOM
-    if found is not None and (found is not Fault.CUDA_CONTAINED or "cuda" in str(error).lower()):
+    if found is not None:
         return found
     return Fault.CUDA_OTHER if "AcceleratorError" in names else Fault.EXCEPTION
 
