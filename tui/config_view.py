@@ -172,7 +172,7 @@ class ConfigView(View):
         workers = "  ".join(f"{name}: {stage}" for name, stage in (reload.get("workers") or {}).items())
         return [
             (
-                (f"reload {reload.get('n')} {state}  ", tone),
+                (f"reload {reload.get('n')} {state.replace('_', ' ')}  ", tone),
                 (str(reload.get("message") or reload.get("summary") or ""), ""),
                 (f"  {workers}", "dim"),
             )

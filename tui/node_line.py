@@ -17,6 +17,10 @@ STEP_S = 5.0
 """Of a column of the sparkline."""
 
 
+_OVER = ("done", "failed", "superseded", None)
+"""States of a reload that has ended."""
+
+
 class NodeLine(Widget):
     """Two lines. ``told`` grows with each observation."""
 
@@ -66,6 +70,8 @@ def _node(status: Status, note: str) -> Cell:
             parts.append((f" {part.state}", tone))
         if part.restarts:
             parts.append((f" ↻{part.restarts}", "warn"))
+    if (reload := status.reload) is not None and reload.get("state") not in _OVER:
+        parts.append((f"  reload {reload.get('n')} {str(reload.get('state')).replace('_', ' ')}", "warn"))
     if node.events_lost:
         parts.append((f"  {plural(node.events_lost, 'event')} not written", "bad"))
     if note:
