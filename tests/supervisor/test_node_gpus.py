@@ -11,9 +11,11 @@ import yaml
 from shadowsup.supervisor import devices, node_setup
 from shadowsup.supervisor.config import load
 from shadowsup.supervisor.devices import Gpu
+from shadowsup.supervisor.engine_process import placed
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.node_setup import Plan
 from shadowsup.supervisor.paths import NodePaths
+from shadowsup.supervisor.policy.model import NurseryState
 from shadowsup.supervisor.scribe_client import ScribeClient
 
 A = "GPU-aaaaaaaa-0000-0000-0000-000000000001"
@@ -90,3 +92,17 @@ async def test_what_does_not_fit_on_its_gpu_is_refused_before_anything_is_starte
             monkeypatch=monkeypatch,
         )
     assert "kv.size smaller" in refused.value.hint
+
+
+async def test_a_worker_knows_its_spares_by_uuid_and_can_be_launched_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = await plan(tmp_path, {"gpus": [0], "spares": [1]}, {"gpus": [0]}, monkeypatch=monkeypatch)
+    first, second = (worker.policy(NurseryState.NONE).settings for worker in made.workers)
+    assert (first.gpus, first.spares, second.spares) == ((A,), (B,), ())
+    launch = made.workers[0].recipe.launch("w0.1", 1)
+    there = placed(launch, (B,), verify=True)
+    assert there.spec is not None and (there.spec.gpus, there.spec.verify) == ((B,), "full")
+    assert there.env["CUDA_VISIBLE_DEVICES"] == B
+    assert there.data["gpus"] == B
+    assert launch.env["CUDA_VISIBLE_DEVICES"] == A, "only this engine's"
+    same = placed(launch, None, verify=True)
+    assert same.spec is not None and (same.spec.gpus, same.spec.verify) == ((A,), "full")
