@@ -22,6 +22,8 @@ class Promotion:
     epoch: int
     keep_kv: bool
     fenced: bool
+    why: str = ""
+    """Why the KV is given up, if it is."""
 
 
 class Succession:
@@ -184,4 +186,5 @@ class Succession:
             self._sound.discard(kv_set)
             self._sound.add(self._kv_set)
             self._kv_set, self._kv_known = kv_set, True
-        return Promotion(engine=candidate.id, epoch=self.epoch, keep_kv=keep, fenced=not keep or not former)
+        why = "a former owner could not be frozen in time" if unfrozen else "the keeper has lost it, and its successor holds other blocks"
+        return Promotion(engine=candidate.id, epoch=self.epoch, keep_kv=keep, fenced=not keep or not former, why="" if keep else why)

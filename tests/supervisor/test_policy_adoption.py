@@ -282,7 +282,7 @@ def test_a_newcomer_that_a_keeper_without_the_set_gave_another_is_kept_and_takes
     # From here on the keeper has what is in use: the next one is as good as any.
     policy.handle(m.Gone("chat.1"), NOW_S + 5.2)
     policy.beat(beat(3, EngineState.ACTIVE, epoch=2, ordered=2, step=1, kv_set="set-10"), NOW_S + 5.3)
-    policy.beat(beat(3, EngineState.ACTIVE, epoch=2, ordered=2, step=2, kv_set="set-10"), NOW_S + 6.3)
+    policy.beat(beat(3, EngineState.ACTIVE, epoch=2, ordered=2, step=2, kv_set="set-10", sent_s=NOW_S + 6.3), NOW_S + 6.3)
     assert summary(policy.handle(m.Tick(), NOW_S + 6.4)) == ["spawn chat.4"]
     policy.handle(m.Spawned("chat.4", 104), NOW_S + 6.5)
     policy.beat(beat(4, EngineState.PARKED, kv_set="set-10"), NOW_S + 6.6)
