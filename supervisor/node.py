@@ -149,7 +149,7 @@ class Node:
         self._routes = RouteTable(paths, self.workers.values, self._send_routes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.journal = Journal(paths.state / "events.jsonl")
-        self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl")
+        self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl", paths.runtime / "recoveries.json")
         self.registry = Registry(paths.processes)
         if found is not None:
             self.registry.resume()
@@ -300,6 +300,7 @@ class Node:
                 self.begin_worker(owner)
         if found is not None:
             await adoption.take_over(self, found)
+            self.recoveries.settle()
             self._routes.publish()
         for owner in self.workers.values():
             self.run_task(tell_when_up(owner, self.listen, self._report))
