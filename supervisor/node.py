@@ -400,7 +400,7 @@ class Node:
         try:
             await part.started(PART_START_S)
         except SupervisorError as error:
-            words = [error.message, await self._last_words(part.name)]
+            words = [error.message, await self.last_words(part.name)]
             raise SupervisorError("\n".join(filter(None, words)), f"its output is in {self.paths.log(part.name)}") from None
 
     async def _name_gpu_holders(self) -> None:
@@ -411,7 +411,8 @@ class Node:
             self._report(f"warning: {line}")
             self.journal.add("gpu.held", line, level="warning")
 
-    async def _last_words(self, stream: str) -> str:
+    async def last_words(self, stream: str) -> str:
+        """Return the last lines of a stream of output; empty when there are none to be had."""
         try:
             async with asyncio.timeout(1.0):
                 return "\n".join(await self.host.scribe.tail(stream, 10))
