@@ -372,6 +372,10 @@ class WorkerPolicy(Upkeep):
         engine.exit = engine.exit or exit_text(event.status)
         self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
         self._frozen(engine, now_s)
+        if engine.exit:
+            engine.evidence["exit"] = engine.exit
+        if event.oom:
+            engine.evidence["oom_kill"] = "counted in its control group"
         if engine.fault is Fault.UNKNOWN:
             engine.fault = Fault.KILLED if engine.excused else severity.fault_of_end(event.status, oom=event.oom)
             if engine.fault is Fault.UNKNOWN:
@@ -403,6 +407,7 @@ class WorkerPolicy(Upkeep):
         if engine is None:
             return
         engine.exit, engine.fault = exit_text(event.status), severity.fault_of_end(event.status, oom=False)
+        engine.evidence["exit"] = engine.exit
         self._note_cause(engine)
         self._learn(engine)
 
