@@ -172,6 +172,10 @@ def resolve(names: Sequence[str], gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     return found
 
 
+VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
+"""Those of `environment`."""
+
+
 def environment(uuids: Sequence[str]) -> dict[str, str]:
     """Return the variables that make CUDA see just these devices, in this order. With none it sees no device at all."""
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(uuids)}

@@ -234,7 +234,9 @@ async def plan(
         if worker.engine is EngineKind.LOOP or os.environ.get(NO_NURSERY) == "1":
             made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus))
             continue
-        nursery = NurseryPlan(engine=worker.engine.value, preload=_preload(kind), python=recipe.python, env=nursery_env(worker, recipe))
+        nursery = NurseryPlan(
+            engine=worker.engine.value, preload=_preload(kind, gpus), python=recipe.python, env=nursery_env(worker, recipe)
+        )
         if nursery not in made.nurseries:
             made.nurseries.append(nursery)
         made.workers.append(WorkerPlan(config=worker, recipe=recipe, gpus=gpus, nursery=made.nurseries.index(nursery)))
@@ -303,14 +305,18 @@ def _check_sharing(plans: Sequence[WorkerPlan], gpus: Sequence[str]) -> None:
         )
 
 
-def _preload(kind: str) -> str:
-    """An adapter given as ``module:attribute`` is preloaded as its module."""
-    return kind.partition(":")[0]
+def _preload(kind: str, gpus: Sequence[str]) -> str:
+    """An adapter given as ``module:attribute`` is preloaded as its module. On the CPU more of vLLM can be imported beforehand."""
+    return "vllm-cpu" if kind == EngineKind.VLLM.value and not gpus else kind.partition(":")[0]
 
 
 def nursery_env(worker: WorkerConfig, recipe: KeptRecipe) -> dict[str, str]:
-    """A nursery sees no GPU: it must not touch one. What its engines may see comes with each fork."""
-    extra = {name: recipe.env[name] for name in recipe.ours}
+    """A nursery sees no GPU: it must not touch one. What its engines may see comes with each fork.
+
+    vLLM's does: what vLLM finds out about the device when it is imported (by NVML) stays with its engines.
+    """
+    seen = devices.VARIABLES if worker.engine is EngineKind.VLLM else ()
+    extra = {name: recipe.env[name] for name in (*recipe.ours, *seen)}
     return worker_environment(worker, os.environ, (), extra)
 
 

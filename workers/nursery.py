@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import array
+import ctypes
 import gc
 import importlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -37,6 +39,13 @@ _UNTOLD = 1024
 """Ends of engines that are remembered while no supervisor is connected."""
 
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+
+_NVML_THREAD = re.compile(r"cuda[0-9a-f]{8,}")
+"""NVML, too, leaves a thread of the driver's behind, even when it was shut down (driver 580); vLLM asks it which GPU there is when it is
+imported. A child without that thread initialises NVML and CUDA anew: so vLLM's own EngineCore does, forked from its API server."""
+
+_CUDA_NOT_INITIALISED = 3
+"""CUDA_ERROR_NOT_INITIALIZED."""
 
 _HARMLESS = ("jemalloc_bg_thd",)
 """Names of threads that hold nothing over a fork: jemalloc (pyarrow's, which scikit-learn and so transformers import where they are
@@ -341,7 +350,19 @@ def preload(name: str) -> float:
 
 def _threads() -> int:
     """Return the threads of this process, Python's or not, that a child could miss."""
-    return sum(name not in _HARMLESS for name in _thread_names())
+    missed = [name for name in _thread_names() if name not in _HARMLESS]
+    if any(map(_NVML_THREAD.fullmatch, missed)) and not _cuda_is_initialised():
+        missed = [name for name in missed if not _NVML_THREAD.fullmatch(name)]
+    return len(missed)
+
+
+def _cuda_is_initialised() -> bool:
+    """Return whether this process has called cuInit: no child of it could use a device. Asking initialises nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALISED)
 
 
 def _thread_names() -> list[str]:

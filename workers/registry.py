@@ -13,7 +13,18 @@ ADAPTERS = {
 }
 """Kind of `EngineSpec` → ``module:attribute`` of an `AdapterFactory`. A kind with a colon is such a path itself."""
 
-PRELOADS = {
+_VLLM = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "shadowsup.workers.vllm.scheduler",
+    "shadowsup.workers.vllm.core",
+    "shadowsup.workers.vllm.front",
+)
+"""What vLLM's API server imports before it forks EngineCore, so none of it touches a GPU. What a worker imports may."""
+
+PRELOADS: dict[str, tuple[str, ...]] = {
     "transformers": (
         "shadowsup.workers.transformers.adapter",
         "transformers",
@@ -22,15 +33,10 @@ PRELOADS = {
         "transformers.models.llama.tokenization_llama",
         "transformers.modeling_gguf_pytorch_utils",
     ),
-    "vllm": (
-        "vllm.entrypoints.openai.api_server",
-        "vllm.v1.engine.async_llm",
-        "vllm.v1.engine.core",
-        "vllm.v1.executor.uniproc_executor",
+    "vllm": _VLLM,
+    "vllm-cpu": (
+        *_VLLM,
         "vllm.model_executor.models.llama",
-        "shadowsup.workers.vllm.scheduler",
-        "shadowsup.workers.vllm.core",
-        "shadowsup.workers.vllm.front",
         "shadowsup.workers.vllm.worker",
     ),
 }

@@ -56,9 +56,9 @@ def parts(config: NodeConfig, paths: NodePaths) -> list[Process]:
     if (kept := backend(config)) is not None:
         arguments = ("--socket", str(paths.keeper), "--backend", kept, *ready)
         found.append(ours("memkeeper", "shadowsup.memkeeper", *arguments, sockets=[str(paths.keeper)]))
-    for number, (engine, python, env) in enumerate(nurseries(config, paths)):
+    for number, (preload, python, env) in enumerate(nurseries(config, paths)):
         socket = str(paths.nursery(number))
-        command = [python, "-m", "shadowsup.workers.nursery", "--socket", socket, "--preload", engine, *ready]
+        command = [python, "-m", "shadowsup.workers.nursery", "--socket", socket, "--preload", preload, *ready]
         found.append(Process(name=f"nursery-{number}", what="nursery", how="spawn", command=command, env=sorted(env), sockets=[socket]))
     return found
 
@@ -74,7 +74,7 @@ def backend(config: NodeConfig) -> str | None:
 
 
 def nurseries(config: NodeConfig, paths: NodePaths) -> list[tuple[str, str, dict[str, str]]]:
-    """Return (engine, interpreter, environment) of each fork server; workers that agree in all of it share one."""
+    """Return (what is imported, interpreter, environment) of each fork server; workers that agree in all of it share one."""
     found: list[tuple[str, str, dict[str, str]]] = []
     for worker in config.workers:
         if worker.engine.has_nursery and plain_vllm(worker) is None and (mine := _nursery(worker, paths)) not in found:
@@ -188,5 +188,8 @@ def _plain_vllm_engine(worker: WorkerConfig, paths: NodePaths, why: str) -> Proc
 
 
 def _nursery(worker: WorkerConfig, paths: NodePaths) -> tuple[str, str, dict[str, str]]:
-    # A nursery sees no GPU: it must not touch one.
-    return worker.engine.value, interpreter(worker), worker_environment(worker, os.environ, (), kept_environment(worker, paths))
+    vllm = worker.engine is EngineKind.VLLM
+    preload = "vllm-cpu" if vllm and not worker.gpus else worker.engine.value
+    # A nursery sees no GPU, it must not touch one; but what vLLM finds out of it stays with its engines.
+    gpus = worker.gpus if vllm else ()
+    return preload, interpreter(worker), worker_environment(worker, os.environ, gpus, kept_environment(worker, paths))

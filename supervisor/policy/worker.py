@@ -41,7 +41,6 @@ class WorkerPolicy(Upkeep):
         if engine is None:
             return []
         first = engine.vitals.beat is None
-        moved = engine.parked and engine.vitals.beat is not None and engine.vitals.beat.kv_set != beat.kv_set
         self.history_of(engine).note(beat, engine.vitals.beat)
         engine.vitals.note(beat, now_s)
         if beat.step > 0 and beat.epoch > 0:
@@ -50,9 +49,6 @@ class WorkerPolicy(Upkeep):
             engine.fenced = beat.fenced
         if engine.id == self.succession.active and engine.promoted_s is not None and beat.state is EngineState.ACTIVE:
             self.succession.name(engine, beat.kv_set)
-        if moved:  # it follows the worker to a newer set by itself
-            self._identify(engine)
-            return self.handle(m.Beaten(beat), now_s)
         on_trial = self.rollout is not None and self.rollout.stage is Stage.PROVING
         if not first and (engine.state is beat.state or not engine.live) and self.desired is not Desired.DRAIN and not on_trial:
             return []
@@ -249,16 +245,12 @@ class WorkerPolicy(Upkeep):
                 stop = ladder.begin(engine, now_s, release=True)
                 stop.ordered = stop.signalled = True
 
-    def _identify(self, engine: EngineRecord) -> None:
-        """Learn which KV set a parked engine holds."""
-        if engine.vitals.beat is not None:
-            owner = self.active.revision if self.active is not None else self.settings.revision
-            self.succession.identify(engine, engine.vitals.beat.kv_set, self.engines.values(), alike=engine.revision == owner)
-
     def _parked(self, engine: EngineRecord, now_s: float) -> None:
         engine.parked_s = now_s
         self._verify = False
-        self._identify(engine)
+        if engine.vitals.beat is not None:
+            owner = self.active.revision if self.active is not None else self.settings.revision
+            self.succession.identify(engine, engine.vitals.beat.kv_set, self.engines.values(), alike=engine.revision == owner)
         if self.cold_start_s is None:
             self.cold_start_s = now_s - engine.spawned_s
         if self.timeline is not None and self.active is not None and self._missing() <= 0:
@@ -372,10 +364,6 @@ class WorkerPolicy(Upkeep):
         engine.exit = engine.exit or exit_text(event.status)
         self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
         self._frozen(engine, now_s)
-        if engine.exit:
-            engine.evidence["exit"] = engine.exit
-        if event.oom:
-            engine.evidence["oom_kill"] = "counted in its control group"
         if engine.fault is Fault.UNKNOWN:
             engine.fault = Fault.KILLED if engine.excused else severity.fault_of_end(event.status, oom=event.oom)
             if engine.fault is Fault.UNKNOWN:
@@ -407,7 +395,6 @@ class WorkerPolicy(Upkeep):
         if engine is None:
             return
         engine.exit, engine.fault = exit_text(event.status), severity.fault_of_end(event.status, oom=False)
-        engine.evidence["exit"] = engine.exit
         self._note_cause(engine)
         self._learn(engine)
 
@@ -435,6 +422,8 @@ class WorkerPolicy(Upkeep):
                 self.down_reason = what
         if engine.excused or engine.committed:
             return
+        if engine.how is How.NURSERY and engine.parked_s is None:
+            self._fork_trusted = False  # whatever it was, the next one shall not have inherited it
         self._explain(f"{engine.id}: {what}")
         if engine.parked_s is not None and engine.epoch == 0 and now_s - engine.parked_s >= PROVEN_PARKED_S:
             return

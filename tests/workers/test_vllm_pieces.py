@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -34,6 +35,38 @@ def test_another_salt_or_extra_key_is_another_name() -> None:
     names = [hasher()((ROOT, (1,), None)), hasher(b"pepper")((ROOT, (1,), None))]
     names += [hasher()((ROOT, (1,), extra)) for extra in (("image",), ("tenant",))]
     assert len(set(names)) == 4
+
+
+@dataclass
+class Request:
+    """What is looked at of vLLM's."""
+
+    all_token_ids: list[int]
+    block_hashes: list[bytes] = field(default_factory=list)
+    mm_features: list[object] = field(default_factory=list)
+    lora_request: object = None
+    cache_salt: str | None = None
+    prompt_embeds: object = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+def test_all_blocks_of_a_request_are_named_as_one_by_one() -> None:
+    name, tokens = hasher(), list(range(1000, 1000 + 70))
+    one_by_one: list[bytes] = []
+    for start in range(0, 64, 16):
+        one_by_one.append(name((one_by_one[-1] if one_by_one else ROOT, tuple(tokens[start : start + 16]), None)))
+    assert name.of_request(Request(tokens), 16) == one_by_one
+    assert name.of_request(Request(tokens, one_by_one[:3]), 16) == one_by_one[3:]
+    assert name.of_request(Request(tokens, one_by_one), 16) == []
+    assert name.of_request(Request(tokens[:15]), 16) == []
+
+
+def test_a_request_with_extra_keys_is_left_to_vllm() -> None:
+    for more in ({"cache_salt": "tenant"}, {"lora_request": object()}, {"mm_features": [object()]}, {"prompt_embeds": object()}):
+        assert hasher().of_request(Request([1] * 32, **more), 16) is None
 
 
 @pytest.mark.parametrize(

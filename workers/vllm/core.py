@@ -90,4 +90,11 @@ def _name_blocks(core: Any) -> None:
     hasher = BlockHasher(lambda: kv_cache_utils.NONE_HASH, lambda content: cbor2.dumps(content, canonical=True))
     scheduler = core.scheduler
     scheduler.hasher = hasher
-    core.request_block_hasher = kv_cache_utils.get_request_block_hasher(scheduler.hash_block_size, hasher)
+    size = int(scheduler.hash_block_size)
+    by_block = kv_cache_utils.get_request_block_hasher(size, hasher)
+
+    def hashes(request: Any) -> list[bytes]:
+        found = hasher.of_request(request, size)
+        return found if found is not None else by_block(request)
+
+    core.request_block_hasher = hashes
