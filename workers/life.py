@@ -10,18 +10,14 @@ hand things over and ring the step thread, and touch neither the engine nor the 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.client import KeeperClient
 from shadowsup.wire.engine import (
     Canaried,
@@ -29,7 +25,6 @@ from shadowsup.wire.engine import (
     Drain,
     EngineSpec,
     EngineState,
-    Failed,
     Fence,
     Fenced,
     FirstToken,
@@ -40,9 +35,8 @@ from shadowsup.wire.engine import (
     Release,
     Stop,
 )
-from shadowsup.wire.faults import Fault, fault_of
 from shadowsup.wire.link import Accepted, Hello, Rejected, Sampling, Submit, Token
-from shadowsup.workers import compiling, kept_kv, process, tether
+from shadowsup.workers import compiling, kept_kv, last_words, process, tether
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.doorbell import Doorbell
@@ -472,7 +466,8 @@ class Life:
         self.leaving.over()
         code = exit_code(error)
         if code is not ExitCode.STOPPED:
-            self._report_failure(error)
+            adapter = getattr(self, "_engine", None) or self.loading
+            self._heart.report(last_words.failed(self.spec.engine, self.stage, error, adapter))
         log.info("leaving with status %d (%s)", code, code.name.lower())
         if code is ExitCode.STOPPED:
             self._state(EngineState.STOPPING)
@@ -484,39 +479,3 @@ class Life:
         self._heart.stop()
         self._bell.close()
         return code
-
-    def _report_failure(self, error: BaseException) -> None:
-        if isinstance(error, ShadowsupError):
-            message, hint = error.message, error.hint
-            log.error("cannot go on (%s): %s", self.stage, error)
-        else:
-            message, hint = f"{type(error).__name__}: {error}", "the engine's log has the traceback"
-            log.error("cannot go on (%s): %s", self.stage, message, exc_info=error)
-        fatal = exit_code(error) is ExitCode.FATAL
-        fault = Fault.LEDGER_LOST if exit_code(error) is ExitCode.LEDGER_LOST else fault_of(error)
-        evidence: dict[str, object] = {"error": f"{type(error).__module__}.{type(error).__name__}"}
-        if fault in (Fault.CUDA_OOM, Fault.HOST_OOM):
-            evidence |= self._account()
-        self._heart.report(
-            Failed(
-                engine=self.spec.engine,
-                stage=self.stage,
-                message=message,
-                hint=hint,
-                fatal=fatal,
-                fault=fault.value,
-                evidence=evidence,
-            )
-        )
-
-    def _account(self) -> dict[str, object]:
-        """Return what the engine did, and what memory was for what."""
-        account = getattr(getattr(self, "_engine", None) or self.loading, "account", None)
-        try:
-            found: dict[str, object] = account() if account is not None else {}
-        except Exception as error:  # it is in trouble: what it cannot tell any more is left out
-            log.warning("the engine cannot tell what its memory is for: %s", error)
-            found = {}
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found["process_bytes"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return found
