@@ -177,6 +177,24 @@ def waterfall(recovery: Recovery, width: int) -> list[Cell]:
             ((f"{name:<{_NAME}}", ""), (f"{millis(value):>{_FIGURE}}  ", "strong"), (" " * begin, ""), ("█" * (end - begin), tone))
         )
     lines.append(((_kept(recovery), "dim"),))
+    return lines + _found(recovery)
+
+
+_MOST_EVIDENCE = 6
+_LONGEST = 160
+"""Characters of one piece of evidence."""
+
+
+def _found(recovery: Recovery) -> list[Cell]:
+    """What kind of failure it was, by what evidence, and what was decided."""
+    if not recovery.fault:
+        return []
+    decided = f" → {recovery.decision.replace('_', ' ')}" if recovery.decision else ""
+    lines: list[Cell] = [(("failure  ", "dim"), (recovery.fault.replace("_", " "), "warn"), (decided, "strong"))]
+    for name, value in list(recovery.evidence.items())[:_MOST_EVIDENCE]:
+        text = ", ".join(str(one) for one in value) if isinstance(value, list) else str(value)
+        if text:
+            lines.append(((f"  {name}: ", "dim"), (text[:_LONGEST], "")))
     return lines
 
 

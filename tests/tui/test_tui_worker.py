@@ -65,6 +65,12 @@ def test_a_waterfall_has_every_step_with_its_figure_in_order() -> None:
     assert all(len(line) <= 92 for line in lines)
 
 
+def test_a_recovery_says_what_kind_of_failure_it_was_and_by_what_evidence() -> None:
+    told = recovery(fault="out_of_memory", decision="retry_smaller", evidence={"output": ["CUDA out of memory"], "batch": 64, "none": ""})
+    lines = [text(line) for line in timeline.waterfall(msgspec.convert(told, Recovery), 90)]
+    assert lines[-3:] == ["failure  out of memory → retry smaller", "  output: CUDA out of memory", "  batch: 64"]
+
+
 def test_a_recovery_that_goes_on_shows_what_it_waits_for() -> None:
     going = recovery(first_token_ms=None, fence_ms=None, refill_ms=None, requests_resumed=None, to_engine=None)
     lines = [text(line) for line in timeline.waterfall(msgspec.convert(going, Recovery), 80)]
