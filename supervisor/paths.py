@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +21,15 @@ class NodePaths:
         """Create the folders below (`runtime` itself is made by `runtime_dir.create`). ``group``: may read the logs.
 
         Raises:
-            OSError: one cannot be made, or given to the group.
+            OSError: one cannot be made, or given to the group, or somebody else can write to it.
         """
         self.engines.mkdir(mode=0o700, exist_ok=True)
         self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.state, self.logs):
+            status = folder.stat()
+            # Who could have put a link where a log is going to be could have us write into any file of ours.
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o002:
+                raise OSError(errno.EPERM, "it belongs to another user, or everybody may write to it", str(folder))
         if group is None:
             self.logs.chmod(0o700)
             return

@@ -19,6 +19,7 @@ from shadowsup.memkeeper.__main__ import listen as keeper_listen
 from shadowsup.memkeeper.hub import Hub
 from shadowsup.supervisor import runtime_dir
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.scribe import Scribe
 from shadowsup.supervisor.scribe import listen as scribe_listen
 from shadowsup.wire import credentials
@@ -155,3 +156,12 @@ def test_another_users_link_on_the_way_to_it_is_refused(folder: Path) -> None:
     os.chown(folder / "way", NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(SupervisorError, match="symbolic link"):
         runtime_dir.create(folder / "way" / "node")
+
+
+@pytest.mark.parametrize("spoil", [lambda path: os.chown(path, NOBODY, NOBODY), lambda path: path.chmod(0o777)])
+def test_a_state_directory_that_somebody_else_can_write_to_is_refused(folder: Path, spoil: Callable[[Path], None]) -> None:
+    paths = NodePaths(runtime=folder, state=folder / "state")
+    paths.prepare()
+    spoil(paths.state)
+    with pytest.raises(OSError, match="another user, or everybody"):
+        paths.prepare()
