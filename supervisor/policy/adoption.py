@@ -114,6 +114,7 @@ def _record(engine: m.FoundEngine, claim: int, now_s: float) -> EngineRecord:
     if beat is None and claim:
         beat = _silence(engine, claim, now_s)  # the header names it: it has taken over
     if beat is None:
+        record.adopted_s = now_s
         return record
     if engine.alive:
         record.vitals.note(beat, now_s)

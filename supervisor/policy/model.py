@@ -177,6 +177,8 @@ class EngineRecord:
     """What its own report and its end say, for the record of the recovery."""
     gpus: tuple[str, ...] | None = None
     """Where it was started; None: where the config says."""
+    adopted_s: float = 0.0
+    """When it was taken over without having said a word: its silence counts from then."""
     sign_s: float | None = None
     """When it last did what it should have, where the last beat is not it."""
     killed_s: float | None = None

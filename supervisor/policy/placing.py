@@ -52,7 +52,8 @@ class Placing(Watch, ABC):
             self._verify = True
             self._condemn_others(engine, gpus, "the weights that it has mapped are in doubt", now_s)
         elif decision is Decision.QUARANTINE:
-            self._quarantine(engine.id, gpus, severity.of(engine.fault).text, now_s)
+            # Not by the engine's name alone: that reason ends with its process, and what its device has does not.
+            self._quarantine(f"{engine.fault.value} of {engine.id}", gpus, severity.of(engine.fault).text, now_s)
 
     def _quarantine(self, by: str, gpus: tuple[str, ...], why: str, now_s: float) -> None:
         """Nothing may use these devices any more, on the whole node. What of us is there is ended."""
@@ -118,7 +119,9 @@ class Placing(Watch, ABC):
             return
         spare = self._spare_for({key[0] for key in mine}) is not None
         if not spare and not any(e.parked for e in self.engines.values()):
-            return  # nobody to hand over to: go on as long as it goes
+            if self.paused_s is not None:
+                self._resume("there is nobody to hand over to")  # who was there is gone: what waits may wait for ever
+            return  # go on as long as it goes
         if self.paused_s is None:
             self.paused_s = now_s
             words = "; ".join(notice.text or notice.kind.value for key, (_, notice) in self._warnings.items() if key in mine)
@@ -135,10 +138,10 @@ class Placing(Watch, ABC):
             self._move({key[0] for key in mine}, now_s)
         self._release(active, now_s)
 
-    def _resume(self) -> None:
+    def _resume(self, why: str = "") -> None:
         self.paused_s = None
-        why = "" if self._warnings else ": the warning is over"
-        self._do(m.Announce("worker.resumed", f"{self.settings.name} admits requests again{why}"))
+        why = why or ("" if self._warnings else "the warning is over")
+        self._do(m.Announce("worker.resumed", f"{self.settings.name} admits requests again{': ' if why else ''}{why}"))
 
     # --- where to ---------------------------------------------------------------------------------------------------------------
 

@@ -226,7 +226,8 @@ class Rolling(Placing, ABC):
             if engine.id != self.succession.active:
                 ladder.begin(engine, now_s)
         self._push_ends(now_s)
-        on_trial = [e for e in self.engines.values() if e.revision == rollout.target.revision]
+        # One that is stuck in the kernel may stay for ever, and serves nobody.
+        on_trial = [e for e in self.engines.values() if e.revision == rollout.target.revision and e.state is not EngineState.QUARANTINED]
         if self.desired is not Desired.RUN or self.down_reason:
             if not any(e.live and e.id != self.succession.active for e in on_trial):
                 self._end_roll_out(Stage.FAILED)

@@ -75,10 +75,11 @@ class Upkeep(Rolling, ABC):
         if engine.stop is not None:
             return None, due_s  # the ladder has its own bounds
         if engine.vitals.beat is None and engine.how is How.NURSERY and engine.pid is not None:
-            if now_s >= engine.spawned_s + FIRST_BEAT_S:
+            silent_s = max(engine.spawned_s, engine.adopted_s)
+            if now_s >= silent_s + FIRST_BEAT_S:
                 self._fork_trusted = False
-                return (Fault.START, f"no sign of life {FIRST_BEAT_S:g} s after the fork"), now_s
-            due_s = engine.spawned_s + FIRST_BEAT_S
+                return (Fault.START, f"no sign of life {FIRST_BEAT_S:g} s after the {'adoption' if engine.adopted_s else 'fork'}"), now_s
+            due_s = silent_s + FIRST_BEAT_S
         if engine.parked_s is None and engine.epoch == 0:
             if now_s >= engine.spawned_s + settings.startup_s:
                 return (Fault.START, f"start-up took longer than {settings.startup_s:g} s (it was {engine.state.value})"), now_s

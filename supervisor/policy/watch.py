@@ -24,6 +24,8 @@ IDLE_GPU_S = 0.5
 """A device with nothing to do for this long, while requests are in flight, is a suspicion."""
 CANARY_AGAIN_S = 5.0
 """After a canary came back: no other one before."""
+TURNING_S = 0.1
+"""A loop that turns without doing anything has ended its last step no longer ago than this."""
 LOOK_AGAIN_S = 0.05
 """While a fresh beat is waited for."""
 
@@ -138,14 +140,23 @@ class Watch(Standing, ABC):
         """Where the loop seems to turn, or a step is not late yet, but nothing comes of it: ask for one token.
 
         A loop that is stuck in a step answers no more than it finishes the step; so an answer proves everything and none proves
-        nothing more than that. The bound of the step under way holds for the canary, too.
+        nothing more than that. The bound of the step under way holds for the canary, too, and that may be another step by now.
         """
         beat = engine.vitals.beat
         assert beat is not None
         if engine.canary_s is not None:
             due_s = engine.canary_s + engine.canary_bound_s
+            turns = beat.stalled_since_s and beat.sent_s - engine.vitals.progress_s < TURNING_S
+            if not turns:  # in a step that does something: a prompt may have come, which takes its time
+                due_s = max(
+                    due_s, engine.vitals.progress_s + self.history_of(engine).step_bound_s(beat, self.settings_of(engine).hang, util)
+                )
             if not works(beat) or beat.phase is Phase.WARMING:
                 engine.canary_s = None  # it has nothing in flight now, or says that it compiles
+            elif not beat.stalled_since_s and engine.vitals.progress_s > engine.canary_s:
+                self._canary_cleared(
+                    engine, f"has finished a step {engine.vitals.progress_s - engine.canary_s:.2f} s after it was asked", now_s
+                )
             elif now_s < max(due_s, self._judge_from_s):
                 self._at(max(due_s, self._judge_from_s))
             else:
@@ -188,8 +199,10 @@ class Watch(Standing, ABC):
     def _canaried(self, engine: EngineRecord, number: int, now_s: float) -> None:
         if engine.canary_s is None or number != self._canaries:
             return
-        text = f"{engine.id} answered with a token after {now_s - engine.canary_s:.2f} s"
-        self._do(m.Announce("engine.cleared", text, engine=engine.id, epoch=engine.epoch))
+        self._canary_cleared(engine, f"answered with a token after {now_s - engine.canary_s:.2f} s", now_s)
+
+    def _canary_cleared(self, engine: EngineRecord, how: str, now_s: float) -> None:
+        self._do(m.Announce("engine.cleared", f"{engine.id} {how}", engine=engine.id, epoch=engine.epoch))
         engine.canary_s = None
         engine.canary_after_s = now_s + CANARY_AGAIN_S
 

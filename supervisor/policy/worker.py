@@ -122,7 +122,9 @@ class WorkerPolicy(Upkeep):
             engine.stale = engine.revision != self.settings.revision
         for engine in self.engines.values():
             engine.gpus = engine.gpus or self.settings.gpus
-        moved = next((e.gpus for e in self.engines.values() if e.gpus and len(e.gpus) == len(self.settings.gpus)), ())
+        # Who serves is where the worker is, else who was started last: what an earlier one left may be all that is not on the spare.
+        last = sorted(self.engines.values(), key=lambda e: (e.id == self.succession.active, e.seq), reverse=True)
+        moved = next((e.gpus for e in last if e.gpus and len(e.gpus) == len(self.settings.gpus)), ())
         self.moved = {old: new for old, new in zip(self.settings.gpus, moved, strict=False) if old != new}
         self.spares_taken.update(dict.fromkeys(self.moved.values(), self.settings.name))
         self._tidy_due = True  # the other may have been in the middle of a roll-out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -265,3 +266,22 @@ def test_a_command_goes_on_where_it_stood(engines: tuple[m.FoundEngine, ...], up
     policy = CommandPolicy(WorkerSettings(name="chat", shadows=0))
     actions = policy.handle(m.Adopt(engines=engines, seq=5, epoch=3, upstream=upstream), NOW_S)
     assert (policy.state, summary(actions), policy.epoch) == (state, orders, 3)
+
+
+@pytest.mark.parametrize("old_lives", [False, True])
+def test_a_worker_that_has_moved_to_a_spare_stays_there_whatever_is_left_of_the_engine_before(old_lives: bool) -> None:
+    policy = WorkerPolicy(WorkerSettings(name="chat", gpus=("GPU-a",), spares=("GPU-b",)), nursery=NurseryState.READY)
+    before = engine(1, EngineState.ACTIVE, alive=old_lives, ending=Ending.KILL, epoch=1, ordered=1)
+    here = replace(active(2, 2), gpus=("GPU-b",))
+    actions = policy.handle(m.Adopt(engines=(before, here), kv_set="set-1", epoch=2, owner=2), NOW_S)
+    validate(policy)
+    assert policy.gpus == ("GPU-b",) and policy.spares_taken == {"GPU-b": "chat"}
+    assert [a.gpus for a in actions if isinstance(a, m.Spawn)] == [("GPU-b",)]
+
+
+def test_p20_a_fork_that_loads_and_is_silent_when_it_is_adopted_is_given_time_to_speak() -> None:
+    silent = replace(engine(2), how=How.NURSERY)
+    policy, _ = adopted(active(1, 1), silent)
+    assert not policy.engines["chat.2"].dying, "what loads holds the GIL for as long as it likes"
+    policy.handle(m.Tick(), NOW_S + 11.0)
+    assert policy.engines["chat.2"].dying

@@ -379,6 +379,39 @@ def test_an_answered_canary_clears_the_suspicion_and_the_next_one_comes_later() 
     assert len(w.announced("engine.cleared")) == 2
 
 
+@pytest.mark.parametrize("stalled", [False, True])
+def test_a_long_prefill_that_begins_when_the_canary_is_sent_is_given_its_time(stalled: bool) -> None:
+    w = node(gpus=(GPU,))
+    if stalled:
+        w.stalled_since_s = w.now_s
+    else:  # a step of a few tokens that does not end, on a device that does nothing
+        w.util = 0.0
+        w.stuck["chat.1"] = w.now_s
+    while not w.sent(Canary):
+        w.live(0.02)
+    body = w.bodies["chat.1"]
+    said = {"phase": Phase.PREFILL, "since_s": w.now_s, "step_tokens": 8192, "stalled_since_s": w.stalled_since_s}
+    for _ in range(15):
+        w.beat("chat.1", step=body.step + 1, **said)
+        w.advance(0.2)
+    assert w.announced("engine.verdict") == []
+
+
+def test_a_canary_that_got_lost_condemns_nobody_whose_steps_end() -> None:
+    w = node(gpus=(GPU,))
+    w.stalled_since_s = w.now_s
+    while not w.sent(Canary):
+        w.live(0.02)
+    w.stalled_since_s = 0.0
+    w.live(10.0)
+    assert w.announced("engine.verdict") == []
+    assert len(w.announced("engine.cleared")) == 1
+    w.stalled_since_s = w.now_s
+    w.live(1.2)
+    assert len(w.sent(Canary)) == 2, "the next trouble has a canary of its own"
+    assert w.announced("engine.verdict") == []
+
+
 def test_a_successor_that_waits_for_its_fence_is_not_asked_for_tokens() -> None:
     w = node(gpus=(GPU,))
     w.obeys = False

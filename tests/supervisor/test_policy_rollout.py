@@ -11,7 +11,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.model import NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.rollout import Stage
-from shadowsup.wire.engine import Phase, Promote, Release, Stop
+from shadowsup.wire.engine import EngineState, Phase, Promote, Release, Stop
 
 OLD = WorkerSettings(name="chat", shadows=1, revision="old", stop_timeout_s=4.0, hang=HangLimits(floor_s=30.0))
 NEW = replace(OLD, revision="new")
@@ -307,3 +307,21 @@ def test_an_old_engine_without_a_name_for_its_blocks_leaves_none_to_the_new_one(
     world.policy.succession._names.clear()
     world.park("chat.3")
     assert not hand_over(world, "chat.3").keep_kv
+
+
+def test_p06_a_new_engine_that_cannot_be_ended_does_not_keep_its_roll_out_open_for_ever() -> None:
+    world = healthy()
+    world.obeys = False
+    world.tell(m.RollOut(NEW, NurseryState.READY))
+    world.beat("chat.3", phase=Phase.LOADING)
+    world.fail("chat.3")
+    assert stage(world) is Stage.TAKING_BACK
+    for _ in range(12):
+        world.advance(1.0)
+        world.beat("chat.1")
+        world.beat("chat.2")
+    assert world.policy.engines["chat.3"].state is EngineState.QUARANTINED
+    assert stage(world) is Stage.FAILED
+    world.die("chat.2")
+    world.advance(5.0)
+    assert world.spawns[-1].revision == "old", "shadows are refilled again"

@@ -393,3 +393,32 @@ def test_with_nobody_to_hand_over_to_the_service_goes_on() -> None:
     w.advance(20.0)
     assert w.policy.paused_s is None
     assert w.sent(Release) == []
+
+
+def test_a_pause_of_admission_ends_when_nobody_is_left_to_hand_over_to() -> None:
+    w = world()
+    w.serve()
+    w.bodies["chat.1"].inflight = 2
+    w.beat("chat.1", phase=Phase.DECODE)
+    w.tell(lanes())
+    w.advance(2.0)
+    assert w.policy.paused_s is not None
+    w.fail("chat.2", "no such kernel", fatal=True)
+    assert w.policy.shadow_reason and w.policy.state is WorkerState.DEGRADED
+    assert w.policy.paused_s is None, "new requests would wait for ever beside an engine that serves"
+    assert "nobody to hand over to" in w.announced("worker.resumed")[-1].message
+    w.tell(m.RestartWorker())
+    w.park("chat.3")
+    assert w.policy.paused_s is not None, "it is still to be done"
+
+
+def test_a_lost_gpu_stays_out_of_use_when_the_process_that_was_stuck_on_it_ends_after_all() -> None:
+    w = world(shadows=0, obeys=False)
+    w.serve()
+    fail(w, "chat.1", Fault.CUDA_LOST)
+    w.advance(11.0)
+    assert w.policy.engines["chat.1"].state is EngineState.QUARANTINED
+    w.gone("chat.1")
+    held = {a.engine for a in w.actions if isinstance(a, m.Quarantine)}
+    ended = {a.engine for a in w.actions if isinstance(a, m.Unquarantine)}
+    assert held - ended, "its process was one reason, the device is the other"
