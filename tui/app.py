@@ -125,9 +125,8 @@ class Dashboard(App[int]):
     @property
     def note(self) -> str:
         """What stands at the end of the head: whether one may write, what is recorded or played."""
-        told = getattr(self.feed, "note", "")
         mode = "" if self.writable or not self.feed.live else "read-only"
-        return "  ".join(filter(None, (mode, told)))
+        return "  ".join(filter(None, (mode, self.feed.note)))
 
     @property
     def view(self) -> View | None:

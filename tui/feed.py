@@ -37,6 +37,12 @@ class Feed(Protocol):
     name: str
     """For the head of the screen: the runtime directory, or the file that is replayed."""
     live: bool
+    """Of a running node; the other kind is a recording."""
+
+    @property
+    def note(self) -> str:
+        """What else the head of the screen says: that it is recorded, or which moment is played."""
+        ...
 
     def start(self, told: Told, missed: Missed) -> None:
         """Begin. ``told`` and ``missed`` are called from another thread; ``missed`` with message and hint."""
@@ -54,6 +60,7 @@ class LiveFeed:
     """A running node. Subscribes to its events first, so that none is missed, and looks when one comes, or twice a second."""
 
     live = True
+    note = ""
 
     def __init__(self, runtime_dir: Path, look_s: float = LOOK_S) -> None:
         self.name = str(runtime_dir)

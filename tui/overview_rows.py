@@ -241,7 +241,7 @@ def legend(story: Story) -> Cell:
     parts: list[tuple[str, str]] = []
     for name, title in names.items():
         if name in sums:
-            parts += [(f"{spark._FILLS.get(name, '▒')}", name), (f" {title} {size(sums[name])}   ", "dim")]
+            parts += [(f"{spark.FILLS.get(name, '▒')}", name), (f" {title} {size(sums[name])}   ", "dim")]
     return tuple(parts)
 
 

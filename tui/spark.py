@@ -80,7 +80,7 @@ def marked(text: str, now: float, step_s: float, marks: Iterable[float], tone: s
     return tuple(parts)
 
 
-_FILLS = {"weights": "█", "kv": "▓", "engines": "▒", "other": "▒", "foreign": "░"}
+FILLS = {"weights": "█", "kv": "▓", "engines": "▒", "other": "▒", "foreign": "░"}
 """Purposes differ by their pattern too, not by colour alone."""
 
 
@@ -96,7 +96,7 @@ def stacked(shares: Mapping[str, float | None], total: float, width: int) -> Cel
         done += value
         end = min(width, max(taken + 1, round(done / total * width)))
         if end > taken:
-            parts.append((_FILLS.get(name, "▒") * (end - taken), name))
+            parts.append((FILLS.get(name, "▒") * (end - taken), name))
             taken = end
     parts.append(("·" * (width - taken), "dim"))
     return tuple(parts)

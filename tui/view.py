@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shadowsup.tui.app import Dashboard
 
 ORDERS: tuple[BindingType, ...] = (
-    Binding("f", "order('failover')", "Failover", tooltip="Hand the worker over to its shadow, as planned", group=None),
+    Binding("f", "order('failover')", "Failover", tooltip="Hand the worker over to its shadow, as planned"),
     Binding("d", "order('drain')", "Drain", tooltip="Let the worker finish its requests, then stop it"),
     Binding("r", "order('restart')", "Restart", tooltip="Replace every engine of the worker"),
     Binding("s", "order('stop')", "Stop", tooltip="Stop the worker"),

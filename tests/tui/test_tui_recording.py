@@ -20,7 +20,7 @@ from shadowsup.tui.story import Observation
 class Scripted:
     """A feed that tells what a test says, when it says it."""
 
-    name, live = "scripted", True
+    name, live, note = "scripted", True, ""
 
     def start(self, told: Callable[[Observation], None], missed: Callable[[str, str], None]) -> None:
         self.told, self.missed = told, missed

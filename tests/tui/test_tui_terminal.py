@@ -37,6 +37,7 @@ workers:
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here"),
 ]
 

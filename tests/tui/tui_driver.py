@@ -14,7 +14,8 @@ from tui_node import BEGAN
 
 from shadowsup.tui.app import Dashboard
 
-WAIT_S = 10.0
+WAIT_S = 30.0
+"""Far beyond what anything takes: the machine may be busy."""
 
 
 class Driver:
