@@ -88,7 +88,7 @@ class Camera:
         await self._pilot.press(*keys)
         await self._pilot.pause()
 
-    async def until(self, condition: Callable[[], object], seconds: float = 120.0) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = 600.0) -> None:
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110 (what a screen shows has no event)
                 await asyncio.sleep(0.1)
