@@ -16,7 +16,7 @@ from typing import Any
 from shadowsup.supervisor.bench.tables import Table, milliseconds, setting, tables
 
 ROOT = Path(__file__).parents[1]
-ORDER = ("failover", "failover-4-streams", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor")
+ORDER = ("failover", "failover-4-streams", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor", "chaos")
 GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_failover-h200-3", "gpu_neighbours-h200-x2")
 """Names of the files, without their ending."""
 

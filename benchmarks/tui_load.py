@@ -133,33 +133,34 @@ def measure(*, engines: int = 64, gpus: int = 8, seconds: float = 20.0, keys: in
 
 
 def _measured(terminal: Terminal, folder: Path, seconds: float, keys: int, lines: int) -> dict[str, Any]:
+    rest_s = min(2.0, seconds)  # after each change of the screen, before it is measured
     found: dict[str, Any] = {"first_screen_s": round(terminal.until("model-00"), 3)}
-    terminal.drain(3.0)
+    terminal.drain(rest_s + 1.0)
     drawn = terminal.bytes
     found["overview_core_share"] = round(terminal.busy(seconds), 4)
     found["overview_bytes_per_s"] = round((terminal.bytes - drawn) / seconds)
     answers = [terminal.answered_s("\x1b[B" if n % 2 == 0 else "\x1b[A") for n in range(keys)]
     found["key_to_screen_s"] = _spread(answers)
     terminal.press("2")
-    terminal.drain(2.0)
+    terminal.drain(rest_s)
     found["worker_core_share"] = round(terminal.busy(seconds), 4)
     found["switch_s"] = _spread([terminal.answered_s(key) for key in "1212"])
     terminal.press("3")
-    terminal.drain(2.0)
+    terminal.drain(rest_s)
     rss = terminal.process.memory_info().rss
     _write(folder, lines)
     terminal.until(f"{lines:,} of {lines:,} lines", 60.0)
-    terminal.drain(2.0)
+    terminal.drain(rest_s)
     found |= {"log_lines": lines, "log_bytes_per_line": round((terminal.process.memory_info().rss - rss) / lines)}
     found["rss"] = terminal.process.memory_info().rss
     found["logs_core_share"] = round(terminal.busy(seconds / 2), 4)
     terminal.press("\x1b[5~")
-    terminal.drain(1.0)
-    found["log_scroll_s"] = _spread([terminal.answered_s(key) for key in ("\x1b[5~", "\x1b[6~") * 5])
+    terminal.drain(rest_s / 2)
+    found["log_scroll_s"] = _spread([terminal.answered_s(key) for key in ("\x1b[5~", "\x1b[6~") * (keys // 4)])
     terminal.press("/")
-    terminal.drain(1.0)
+    terminal.drain(rest_s / 2)
     terminal.press("7777")
-    terminal.drain(1.0)
+    terminal.drain(rest_s / 2)
     terminal.press("\r")
     found["filter_s"] = round(terminal.until("/7777/"), 3)
     return found

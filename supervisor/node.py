@@ -149,7 +149,7 @@ class Node:
         self._routes = RouteTable(paths, self.workers.values, self._send_routes)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.journal = Journal(paths.state / "events.jsonl")
-        self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl")
+        self.recoveries = RecoveryBook(paths.state / "recoveries.jsonl", paths.runtime / "recoveries.json")
         self.registry = Registry(paths.processes)
         if found is not None:
             self.registry.resume()
@@ -300,6 +300,7 @@ class Node:
                 self.begin_worker(owner)
         if found is not None:
             await adoption.take_over(self, found)
+            self.recoveries.settle()
             self._routes.publish()
         for owner in self.workers.values():
             self.run_task(tell_when_up(owner, self.listen, self._report))
@@ -399,7 +400,7 @@ class Node:
         try:
             await part.started(PART_START_S)
         except SupervisorError as error:
-            words = [error.message, await self._last_words(part.name)]
+            words = [error.message, await self.last_words(part.name)]
             raise SupervisorError("\n".join(filter(None, words)), f"its output is in {self.paths.log(part.name)}") from None
 
     async def _name_gpu_holders(self) -> None:
@@ -410,7 +411,8 @@ class Node:
             self._report(f"warning: {line}")
             self.journal.add("gpu.held", line, level="warning")
 
-    async def _last_words(self, stream: str) -> str:
+    async def last_words(self, stream: str) -> str:
+        """Return the last lines of a stream of output; empty when there are none to be had."""
         try:
             async with asyncio.timeout(1.0):
                 return "\n".join(await self.host.scribe.tail(stream, 10))

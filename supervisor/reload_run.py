@@ -148,7 +148,17 @@ class Run:
             ),
             interruptible=True,
         )
+        for owner in self._added:
+            if self._failed(owner):
+                raise ReloadFailed(await self._why(owner))
         self._raise_failures()
+
+    async def _why(self, owner: WorkerOwner) -> str:
+        """Return why a worker that is new does not come up. The next try may have begun, and ended, already: what counts is the first."""
+        policy, first = owner.policy, self._first[owner.name]
+        why = f"{owner.name} does not come up: {policy.last_failure or policy.down_reason}"
+        output = await self._node.last_words(first) if "its last output" not in why else ""
+        return f"{why}\nthe last output of {first}:\n{output}" if output else why
 
     async def _nursery(self, plan: node_setup.NurseryPlan) -> NurseryPart | None:
         """Return a nursery that runs; None: it does not come up, and neither will engines that are started without it, but they say why."""
@@ -303,10 +313,6 @@ class Run:
         for each in self._changed:
             if each.rollout is not None and each.at(Stage.TAKING_BACK, Stage.FAILED):
                 raise ReloadFailed(each.rollout.reason or f"{each.owner.name} does not take the new settings")
-        for owner in self._added:
-            if self._failed(owner):
-                policy = owner.policy
-                raise ReloadFailed(f"{owner.name} does not come up: {policy.last_failure or policy.down_reason}")
 
     def _failed(self, owner: WorkerOwner) -> bool:
         """Say whether a worker that is new has not come up at the first try, and has said why."""

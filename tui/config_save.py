@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -13,6 +13,9 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Label
 
+from shadowsup.tui import orders
+from shadowsup.tui.config_file import ConfigFile
+from shadowsup.tui.errors import TuiError
 from shadowsup.tui.lines import Lines
 from shadowsup.tui.words import Cell
 
@@ -23,6 +26,47 @@ def diff(before: str, after: str) -> list[Cell]:
     """Return a unified diff for people, without the two lines of file names."""
     lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=2))[2:]
     return [((line or " ", _TONES.get(line[:1], "dim")),) for line in lines]
+
+
+def reload_lines(reload: Mapping[str, Any], in_force: str, backup: str) -> list[Cell]:
+    """Return how far a reload is. ``in_force``: the revision that goes on when it failed; ``backup``: where the old text is then."""
+    state = str(reload.get("state") or "")
+    tone = {"done": "good", "failed": "bad", "taking_back": "bad"}.get(state, "warn")
+    workers = "  ".join(f"{name}: {stage}" for name, stage in (reload.get("workers") or {}).items())
+    first, *rest = str(reload.get("message") or reload.get("summary") or "").splitlines() or [""]
+    lines: list[Cell] = [((f"reload {reload.get('n')} {state.replace('_', ' ')}  ", tone), (first, ""), (f"  {workers}", "dim"))]
+    if state == "failed":
+        lines += [((line, "dim"),) for line in rest[-2:]]  # an engine's last words
+        lines.append(((f"{in_force} goes on. The file keeps what you wrote; what was there before is {backup}.", "dim"),))
+    return lines
+
+
+def save_dialog(file: ConfigFile, data: bytes, plan: Mapping[str, Any] | None, why: str) -> SaveDialog:
+    """Return the question before ``data`` is saved.
+
+    Args:
+        plan: the answer to ``reload`` with ``plan``; None: nobody could say, for the reason ``why``.
+
+    Raises:
+        TuiError: there is nothing to save and nothing to apply.
+    """
+    changed = data != file.data
+    found = (plan or {}).get("plan") or {}
+    nothing = plan is not None and plan.get("state") == "nothing"
+    if nothing and not changed:
+        raise TuiError("nothing has changed", "the file says so already, and the node runs it")
+    several = len(found.get("changes") or []) > 1
+    consequences: list[Cell] = [(("Consequences", "strong"), (f"   {found.get('summary') or ''}" if several else "", ""))]
+    if nothing:
+        consequences.append((("  none: the node runs these settings already", "dim"),))
+    elif plan is not None:
+        consequences += [((f"  {who:<14} ", "dim"), (text, "")) for who, text in orders.consequences(found)]
+    refused = str(found.get("refused") or "")
+    if refused:
+        why = f"A running node cannot take it: {refused} {found.get('hint') or ''}".strip()
+    changes = diff(file.text, data.decode()) if changed else []
+    apply = plan is not None and not refused and not nothing
+    return SaveDialog(f"Save {file.path}?", changes, consequences, apply=apply, save=changed, why=why)
 
 
 class SaveDialog(ModalScreen[str | None]):

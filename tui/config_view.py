@@ -24,7 +24,7 @@ from shadowsup.tui.config_area import ConfigArea
 from shadowsup.tui.config_check import Findings, check, environment_of
 from shadowsup.tui.config_complete import Candidate, Completer, place, word_before
 from shadowsup.tui.config_file import ConfigFile
-from shadowsup.tui.config_save import SaveDialog, diff
+from shadowsup.tui.config_save import reload_lines, save_dialog
 from shadowsup.tui.dialogs import Choice, Confirm, Question
 from shadowsup.tui.errors import TuiError
 from shadowsup.tui.grid import Column, Grid, Row
@@ -52,7 +52,7 @@ class ConfigView(View):
     ]
     DEFAULT_CSS = """
     ConfigView { layers: base popup; }
-    ConfigView #file { height: auto; max-height: 3; }
+    ConfigView #file { height: auto; max-height: 6; }
     ConfigView #problems { height: auto; max-height: 8; border-top: solid $panel; }
     ConfigView #completion { layer: popup; position: absolute; display: none; height: auto; }
     ConfigView #completion { min-width: 24; border: round $primary; background: $surface; }
@@ -140,7 +140,7 @@ class ConfigView(View):
         self._show_file()
 
     def _show_file(self) -> None:
-        self.query_one("#file", Lines).show([self._head(), *self._reload_line()])
+        self.query_one("#file", Lines).show([self._head(), *self._reload_lines()])
         previous = (self.story.status.config or {}).get("previous")
         if previous != self._previous:
             self._previous = previous
@@ -162,21 +162,12 @@ class ConfigView(View):
             ("  read-only (start with --write)" if self.area.read_only else "", "dim"),
         )
 
-    def _reload_line(self) -> list[Cell]:
-        """How far the newest reload is."""
+    def _reload_lines(self) -> list[Cell]:
         reload = self.story.status.reload
-        if not reload or int(reload.get("n") or 0) < self._reloads or not self._reloads:
+        if not reload or not self._reloads or int(reload.get("n") or 0) < self._reloads:
             return []
-        state = str(reload.get("state") or "")
-        tone = {"done": "good", "failed": "bad", "taking_back": "bad"}.get(state, "warn")
-        workers = "  ".join(f"{name}: {stage}" for name, stage in (reload.get("workers") or {}).items())
-        return [
-            (
-                (f"reload {reload.get('n')} {state.replace('_', ' ')}  ", tone),
-                (str(reload.get("message") or reload.get("summary") or ""), ""),
-                (f"  {workers}", "dim"),
-            )
-        ]
+        revision = str((self.story.status.config or {}).get("revision") or "what was in force")
+        return reload_lines(reload, revision, self._file.backup.name if self._file is not None else "")
 
     # --- checking ---------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +262,7 @@ class ConfigView(View):
             if file.changed():
                 file.save(data)  # refuses, and says what to do
             plan, why = await self._plan(data)
-            dialog = self._dialog(data, plan, why)
+            dialog = save_dialog(file, data, plan, why)
         except ShadowsupError as error:
             self.dashboard.complain(error)
             return
@@ -286,24 +277,6 @@ class ConfigView(View):
             return await self.dashboard.answer("reload", PLAN_S, plan=True, text=data.decode(), config=str(self._file.target)), ""
         except ShadowsupError as error:
             return None, f"{error.message}{': ' + error.hint if error.hint else ''}"
-
-    def _dialog(self, data: bytes, plan: dict[str, Any] | None, why: str) -> SaveDialog:
-        assert self._file is not None
-        changed = data != self._file.data
-        found = (plan or {}).get("plan") or {}
-        refused = str(found.get("refused") or "")
-        if plan is not None and plan.get("state") == "nothing" and not changed:
-            raise TuiError("nothing has changed", "the file says so already, and the node runs it")
-        consequences: list[Cell] = [(("Consequences", "strong"), (f"   {found.get('summary') or ''}", ""))]
-        if plan is not None and plan.get("state") != "nothing":
-            consequences += [((f"  {who:<14} ", "dim"), (text, "")) for who, text in orders.consequences(found)]
-        elif plan is not None:
-            consequences.append((("  none: the node runs these settings already", "dim"),))
-        if refused:
-            why = f"A running node cannot take it: {refused} {found.get('hint') or ''}".strip()
-        apply = plan is not None and not refused and plan.get("state") != "nothing"
-        changes = diff(self._file.text, data.decode()) if changed else []
-        return SaveDialog(f"Save {self._file.path}?", changes, consequences, apply=apply, save=changed, why=why)
 
     async def _carry_out(self, chosen: str, data: bytes, lines: list[str], plan: dict[str, Any] | None) -> None:
         file = self._file

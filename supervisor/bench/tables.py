@@ -177,18 +177,19 @@ def _chaos(document: dict[str, Any]) -> list[Table]:
     ways = ", ".join(f"{count:,} by {kind}" for kind, count in sorted(document["recoveries"]["by_kind"].items()))
     leaks = [f"{what}: {', '.join(each)}" for what, each in document["leaks"].items() if each]
     notes = [
+        f"{'A toy engine' if document['engine']['model'] == 'toy' else document['engine']['model']}; "
         f"{document['faults']['total']:,} faults in {document['seconds']:.0f} s under {document['plan']['streams']} streams, "
         f"seed {document['plan']['seed']}; {document['recoveries']['total']:,} recoveries: {ways or 'none'}.",
         f"{streams['finished']:,} streams, {document['tokens_compared']:,} tokens compared with an undisturbed run: "
         f"{streams['wrong']} wrong; {streams['cut_by_gateway']} cut by a death of the gateway.",
-        f"Full blocks of the prompts found in kept KV: {_share(blocks['share'])}. Longest gap of a stream: "
+        f"Full blocks of the prompts found in kept KV: {_exact_share(blocks['share'])}. Longest gap of a stream: "
         f"{milliseconds(document['longest_gap_ms'])}.",
         f"Left behind: {'; '.join(leaks) or 'nothing'}.",
     ]
     if document["stuck"]:
         notes.append(f"The run ended early: {document['stuck']}.")
     columns = ("struck", "times", "seen p50", "p99", "whole again p50", "max")
-    return [Table(title="Chaos", columns=columns, rows=rows, notes=notes)]
+    return [Table(title="Random faults under load", columns=columns, rows=rows, notes=notes)]
 
 
 _OF: dict[str, Any] = {
@@ -203,6 +204,11 @@ _OF: dict[str, Any] = {
 
 def _rank(figures: dict[str, float] | None, rank: str) -> str:
     return milliseconds(figures[rank]) if figures is not None else "–"
+
+
+def _exact_share(share: float | None) -> str:
+    """What is not all of it must not be shown as all."""
+    return "–" if share is None else "100%" if share == 1.0 else f"{min(share, 0.9999):.2%}"
 
 
 def _share(share: float | None) -> str:

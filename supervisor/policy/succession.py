@@ -22,6 +22,8 @@ class Promotion:
     epoch: int
     keep_kv: bool
     fenced: bool
+    why: str = ""
+    """Why the KV is given up, if it is."""
 
 
 class Succession:
@@ -91,9 +93,13 @@ class Succession:
         in_use = self._names.get(self._kv_set)
         if kv_set and kv_set == in_use:
             engine.kv_set = self._kv_set
+            self._kv_known = self._kv_known or alike
             return
         if alike and (not kv_set or in_use is None):
             return
+        if alike and kv_set:
+            # What it asked for is what is in use, and it was given another: a keeper that lost all it had is not the keeper of this set.
+            self._kv_known = False
         known = next((number for number, name in self._names.items() if name == kv_set), None)
         # Of those that another supervisor has promoted it may not be known what they write.
         owned = {e.vitals.beat.kv_set if e.vitals.beat is not None else "" for e in engines if e.epoch > 0}
@@ -180,4 +186,5 @@ class Succession:
             self._sound.discard(kv_set)
             self._sound.add(self._kv_set)
             self._kv_set, self._kv_known = kv_set, True
-        return Promotion(engine=candidate.id, epoch=self.epoch, keep_kv=keep, fenced=not keep or not former)
+        why = "a former owner could not be frozen in time" if unfrozen else "the keeper has lost it, and its successor holds other blocks"
+        return Promotion(engine=candidate.id, epoch=self.epoch, keep_kv=keep, fenced=not keep or not former, why="" if keep else why)

@@ -138,7 +138,7 @@ class Upkeep(Rolling, ABC):
         self._set_state(engine, EngineState.PROMOTING)
         self._at(now_s + PROMOTE_BOUND_S)
         if not decision.keep_kv:
-            text = f"the KV of {self.settings.name} is given up: a former owner could not be frozen in time"
+            text = f"the KV of {self.settings.name} is given up: {decision.why}"
             self._do(m.Announce("worker.kv_dropped", text, "warning", engine.id, decision.epoch))
         if self.timeline is not None and not self.timeline.done:
             self.timeline.ordered(engine, decision.epoch, self.gpus_of(engine))

@@ -122,6 +122,15 @@ class Watch(Standing, ABC):
         assert beat is not None
         if finding.kind is Kind.STUCK:
             engine.sign_s = engine.vitals.progress_s
+        engine.evidence |= {
+            "phase": beat.phase.value,
+            f"{finding.kind.value}_s": round(finding.for_s, 3),
+            "plausible_s": round(finding.bound_s, 3),
+            "step": beat.step,
+            "inflight": beat.inflight,
+            "queued": beat.queued,
+            "process": why.value or "cannot be looked at",
+        }
         text = finding.text(beat) + (f"; {why.value}" if why.value else "")
         self._condemn(engine, text, now_s, Fault.STOPPED if why is Explanation.STOPPED else Fault.HANG)
 

@@ -41,6 +41,7 @@ class WorkerPolicy(Upkeep):
         if engine is None:
             return []
         first = engine.vitals.beat is None
+        moved = engine.parked and engine.vitals.beat is not None and engine.vitals.beat.kv_set != beat.kv_set
         self.history_of(engine).note(beat, engine.vitals.beat)
         engine.vitals.note(beat, now_s)
         if beat.step > 0 and beat.epoch > 0:
@@ -49,6 +50,9 @@ class WorkerPolicy(Upkeep):
             engine.fenced = beat.fenced
         if engine.id == self.succession.active and engine.promoted_s is not None and beat.state is EngineState.ACTIVE:
             self.succession.name(engine, beat.kv_set)
+        if moved:  # it follows the worker to a newer set by itself
+            self._identify(engine)
+            return self.handle(m.Beaten(beat), now_s)
         on_trial = self.rollout is not None and self.rollout.stage is Stage.PROVING
         if not first and (engine.state is beat.state or not engine.live) and self.desired is not Desired.DRAIN and not on_trial:
             return []
@@ -247,12 +251,16 @@ class WorkerPolicy(Upkeep):
                 stop = ladder.begin(engine, now_s, release=True)
                 stop.ordered = stop.signalled = True
 
-    def _parked(self, engine: EngineRecord, now_s: float) -> None:
-        engine.parked_s = now_s
-        self._verify = False
+    def _identify(self, engine: EngineRecord) -> None:
+        """Learn which KV set a parked engine holds."""
         if engine.vitals.beat is not None:
             owner = self.active.revision if self.active is not None else self.settings.revision
             self.succession.identify(engine, engine.vitals.beat.kv_set, self.engines.values(), alike=engine.revision == owner)
+
+    def _parked(self, engine: EngineRecord, now_s: float) -> None:
+        engine.parked_s = now_s
+        self._verify = False
+        self._identify(engine)
         if self.cold_start_s is None:
             self.cold_start_s = now_s - engine.spawned_s
         if self.timeline is not None and self.active is not None and self._missing() <= 0:
@@ -366,6 +374,10 @@ class WorkerPolicy(Upkeep):
         engine.exit = engine.exit or exit_text(event.status)
         self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
         self._frozen(engine, now_s)
+        if engine.exit:
+            engine.evidence["exit"] = engine.exit
+        if event.oom:
+            engine.evidence["oom_kill"] = "counted in its control group"
         if engine.fault is Fault.UNKNOWN:
             engine.fault = Fault.KILLED if engine.excused else severity.fault_of_end(event.status, oom=event.oom)
             if engine.fault is Fault.UNKNOWN:
@@ -397,6 +409,7 @@ class WorkerPolicy(Upkeep):
         if engine is None:
             return
         engine.exit, engine.fault = exit_text(event.status), severity.fault_of_end(event.status, oom=False)
+        engine.evidence["exit"] = engine.exit
         self._note_cause(engine)
         self._learn(engine)
 

@@ -127,9 +127,11 @@ class World:
         self._carry_out(self.policy.beat(beat, self.now_s))
         self._settle()
 
-    def lose_the_supervisor(self) -> None:
-        """A new policy finds what is there."""
+    def lose_the_supervisor(self, *, with_keeper: bool = False) -> None:
+        """A new policy finds what is there. ``with_keeper``: and a keeper that has nothing."""
         old = self.policy
+        if with_keeper:
+            self.keeper.clear()
         self.adopted = True
         engines = tuple(self._found(body, old.engines[body.id].ending) for body in self.bodies.values())
         self.policy = WorkerPolicy(old.settings, nursery=old.nursery)

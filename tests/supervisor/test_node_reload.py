@@ -227,3 +227,35 @@ def test_a_supervisor_that_dies_in_the_middle_is_followed_by_one_that_goes_on_wi
         assert revisions(node) == {status["workers"][0]["revision"]} and node.engine("active")["id"] == active
         assert node.answer(tokens=100) == whole
         assert node.call("reload", plan=True)["plan"]["changes"][0]["change"] == "replaced", "the file waits to be applied"
+
+
+def test_p28_a_runtime_directory_that_takes_nothing_more_leaves_what_serves_as_it_is(folder: Path) -> None:
+    """An engine that could not be recorded would be forgotten by the next supervisor: so there is none, and the old ones go on."""
+    with running(folder) as node:
+        up(node)
+        before = revisions(node)
+        answer = node.ask(tokens=100)
+        answer.reached(5)
+        obstacle = node.runtime / f".processes.json.{node.process.pid}"
+        obstacle.mkdir()
+        write(node, worker(args={"step_s": 0.02}))
+        progress = reload(node)
+        assert progress["state"] == "failed" and "cannot write" in progress["message"], progress
+        assert answer.done.wait(WAIT_S) and not answer.error
+        assert revisions(node) == before and node.status()["workers"][0]["state"] == "healthy"
+        obstacle.rmdir()
+        assert reload(node)["state"] == "done"
+
+
+def test_a_worker_that_is_added_and_does_not_come_up_takes_everything_back_with_its_last_words(folder: Path) -> None:
+    bad = {"name": "bad", "engine": "command", "command": ["/bin/sh", "-c", "echo dying now; exit 3"], "ready": {"http": "/"}}
+    with running(folder) as node:
+        up(node)
+        before = revisions(node)
+        write(node, worker(args={"step_s": 0.02}), bad)
+        progress = reload(node)
+        assert progress["state"] == "failed" and "dying now" in progress["message"], progress
+        status = node.until(
+            lambda s: len(s["workers"]) == 1 and s["workers"][0]["state"] == "healthy" and len(s["workers"][0]["engines"]) == 2
+        )
+        assert revisions(node) == before and status["config"]["revision"] == "r1"

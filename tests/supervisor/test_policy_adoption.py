@@ -285,3 +285,35 @@ def test_p20_a_fork_that_loads_and_is_silent_when_it_is_adopted_is_given_time_to
     assert not policy.engines["chat.2"].dying, "what loads holds the GIL for as long as it likes"
     policy.handle(m.Tick(), NOW_S + 11.0)
     assert policy.engines["chat.2"].dying
+
+
+def test_a_newcomer_that_a_keeper_without_the_set_gave_another_is_kept_and_takes_over_with_fresh_blocks() -> None:
+    """Supervisor, keeper and shadow had died at once: replacing the newcomer would bring no better one, again and again."""
+    policy, actions = adopted(active(1, 1), kv_set="", epoch=1, owner=1, seq=2)
+    assert summary(actions) == ["spawn chat.3"]
+    policy.beat(beat(1, EngineState.ACTIVE, epoch=1, step=10), NOW_S + 0.1)
+    policy.handle(m.Spawned("chat.3", 103), NOW_S + 0.1)
+    actions = policy.beat(beat(3, EngineState.PARKED, kv_set="set-9"), NOW_S + 1.0)
+    assert (summary(actions), policy.state) == ([], WorkerState.HEALTHY)
+    assert summary(policy.handle(m.Tick(), NOW_S + 5.0)) == []
+    actions = policy.handle(m.Died("chat.1", -9, frozen=True), NOW_S + 5.1)
+    assert summary(actions) == ["kill chat.1", "promote chat.3 to 2 fresh"]
+    validate(policy)
+    # From here on the keeper has what is in use: the next one is as good as any.
+    policy.handle(m.Gone("chat.1"), NOW_S + 5.2)
+    policy.beat(beat(3, EngineState.ACTIVE, epoch=2, ordered=2, step=1, kv_set="set-10"), NOW_S + 5.3)
+    policy.beat(beat(3, EngineState.ACTIVE, epoch=2, ordered=2, step=2, kv_set="set-10", sent_s=NOW_S + 6.3), NOW_S + 6.3)
+    assert summary(policy.handle(m.Tick(), NOW_S + 6.4)) == ["spawn chat.4"]
+    policy.handle(m.Spawned("chat.4", 104), NOW_S + 6.5)
+    policy.beat(beat(4, EngineState.PARKED, kv_set="set-10"), NOW_S + 6.6)
+    actions = policy.handle(m.Died("chat.3", -9, frozen=True), NOW_S + 6.7)
+    assert summary(actions) == ["kill chat.3", "promote chat.4 to 3 unfenced"]
+
+
+def test_a_shadow_that_has_followed_to_the_set_in_use_is_no_longer_stale() -> None:
+    policy, actions = adopted(active(2, 2), parked(1, kv_set="set-0"), epoch=2, owner=2, kv_set="")
+    assert summary(actions) == []
+    policy.beat(beat(2, EngineState.ACTIVE, epoch=2, step=10), NOW_S + 0.1)
+    policy.beat(beat(1, EngineState.PARKED, kv_set="set-1"), NOW_S + 0.2)
+    actions = policy.handle(m.Died("chat.2", -9, frozen=True), NOW_S + 1.0)
+    assert summary(actions) == ["kill chat.2", "promote chat.1 to 3 unfenced"]

@@ -100,6 +100,8 @@ def test_a_stopped_engine_is_seen_within_a_second_while_it_decodes() -> None:
         assert 0.55 <= w.until_dead("chat.1") <= 1.05
         assert w.promotions[-1][0] == "chat.2"
         assert "no heartbeat" in w.recoveries[-1].cause and "stopped" in w.recoveries[-1].cause
+        evidence = w.recoveries[-1].evidence
+        assert (evidence["phase"], evidence["process"], evidence["exit"]) == ("decode", "the process is stopped", "signal 9")
 
 
 def test_a_step_that_does_not_end_is_seen_within_a_second_though_the_heart_beats() -> None:

@@ -148,10 +148,10 @@ class AnyOrder(RuleBasedStateMachine):
         if policy.rollout is None or not policy.rollout.open:
             self.world.tell(m.Reconfigure(replace(policy.settings, shadows=shadows)))
 
-    @rule()
-    def lose_the_supervisor(self) -> None:
+    @rule(with_keeper=st.booleans())
+    def lose_the_supervisor(self, with_keeper: bool) -> None:
         if self.world.policy.desired is not Desired.STOP or self.world.bodies:
-            self.world.lose_the_supervisor()
+            self.world.lose_the_supervisor(with_keeper=with_keeper)
 
     @precondition(lambda self: self.world.policy.state is WorkerState.STOPPED)
     @rule()

@@ -15,7 +15,7 @@ from shadowsup.supervisor.config.schema import json_schema
 from shadowsup.tui.config_check import check, environment_of
 from shadowsup.tui.config_complete import Completer, place
 from shadowsup.tui.config_file import ConfigFile
-from shadowsup.tui.config_save import diff
+from shadowsup.tui.config_save import diff, reload_lines
 from shadowsup.tui.errors import TuiError
 
 BODY = "version: 1\nworkers:\n  - name: chat\n    engine: transformers\n    model: org/model\n"
@@ -108,6 +108,21 @@ def test_what_is_no_text_is_not_edited_here(tmp_path: Path, data: bytes, words: 
 def test_the_diff_shows_what_changes_and_a_little_around_it() -> None:
     lines = ["".join(part for part, _ in line) for line in diff("a\nb\nc\nd\ne\nf\n", "a\nb\nc\nD\ne\nf\n")]
     assert lines == ["@@ -2,5 +2,5 @@", " b", " c", "-d", "+D", " e", " f"]
+
+
+def test_a_reload_that_was_taken_back_says_why_and_what_goes_on() -> None:
+    failed = {
+        "n": 4,
+        "state": "failed",
+        "message": "chat.3 ended with status 1\nline a\nline b\nRuntimeError: no",
+        "workers": {"chat": "failed"},
+    }
+    lines = ["".join(part for part, _ in line) for line in reload_lines(failed, "r3", "node.yaml~")]
+    assert lines[0] == "reload 4 failed  chat.3 ended with status 1  chat: failed"
+    assert lines[1:3] == ["line b", "RuntimeError: no"]
+    assert "r3 goes on" in lines[3] and "node.yaml~" in lines[3]
+    running = reload_lines({"n": 4, "state": "handing_over", "summary": "replaces chat", "workers": {}}, "r3", "")
+    assert running[0][0] == ("reload 4 handing over  ", "warn") and len(running) == 1
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------------------

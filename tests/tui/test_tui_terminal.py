@@ -32,8 +32,8 @@ workers:
     env:
       OMP_NUM_THREADS: "1"
       PYTHONPATH: {tests}
-      GREETING: hello
-"""
+      GREETING: hello"""
+"""The last line has no end, so that the end of the text is a place to write at."""
 
 pytestmark = [
     pytest.mark.e2e,
@@ -146,7 +146,7 @@ def test_a_drill_and_a_change_of_the_config_from_the_dashboard(node: tuple[Path,
         # The config: one word more, in its place; every other byte as it was.
         terminal.press("4")
         terminal.sees("GREETING: hello", "no problems")
-        terminal.press("C-End", "Up", "End")
+        terminal.press("C-End")
         terminal.type("_you")
         terminal.sees("GREETING: hello_you", "modified")
         terminal.press("C-s")
