@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import warnings
@@ -11,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import vllm_world
 
 from shadowsup.memkeeper.hashing import from_array
 from shadowsup.memkeeper.ledger import LedgerReader, LedgerWriter, initialise, ledger_size
 
 pytestmark = pytest.mark.vllm
-if importlib.util.find_spec("vllm") is None:
+if not vllm_world.importable():
     pytest.skip("vLLM is not in this environment (make vllm)", allow_module_level=True)
 
 with warnings.catch_warnings():

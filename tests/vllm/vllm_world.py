@@ -19,7 +19,13 @@ def python() -> str | None:
     named = os.environ.get("SHADOWSUP_VLLM_PYTHON")
     if named:
         return named
-    return sys.executable if importlib.util.find_spec("vllm") is not None else None
+    return sys.executable if importable() else None
+
+
+def importable() -> bool:
+    """Return whether vLLM is in this environment. The folder of these tests, which has its name, is no package with a file."""
+    spec = importlib.util.find_spec("vllm")
+    return spec is not None and spec.origin is not None
 
 
 def config(model: Path, *, shadows: int, ceiling: str = "5s") -> dict[str, Any]:
