@@ -39,9 +39,8 @@ from shadowsup.memkeeper.ledger_layout import (
     exclusive,
     initialise,
     ledger_size,
-    pack_word,
-    unpack_word,
 )
+from shadowsup.memkeeper.ledger_word import pack_word, unpack_word
 
 __all__ = [
     "PAGE",

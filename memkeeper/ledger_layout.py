@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shadowsup.memkeeper.errors import KeeperError, LedgerLost
+from shadowsup.memkeeper.ledger_word import MAX_OWNER, WORD_AT, unpack_word
 
 MAGIC = int.from_bytes(b"SSUPLDG1", "little")
 VERSION = 1
@@ -38,10 +39,8 @@ RESERVE = 1
 _FACTS = struct.Struct("<III4x16s16s")
 """version, blocks, block_tokens, fingerprint, salt; from byte 8."""
 _FACTS_AT = 8
-_WORD_AT = 64
 _ALIGN = 64
 """Bytes: every column starts on a cache line of its own."""
-_MAX_OWNER = 2**31 - 1
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid."""
 
@@ -95,27 +94,9 @@ def ledger_size(blocks: int) -> int:
     return PAGE + 2 * _column_offsets(blocks)[1]
 
 
-def pack_word(epoch: int, bank: int, owner: int) -> int:
-    return epoch << 32 | bank << 31 | owner
-
-
-def unpack_word(word: int) -> tuple[int, int, int]:
-    """Return (epoch, bank, owner)."""
-    return word >> 32, word >> 31 & 1, word & _MAX_OWNER
-
-
-def read_owner(fd: int) -> tuple[int, int]:
-    """Return (epoch, owner) that the header names now, without mapping the ledger; (0, 0) where it is not initialised."""
-    word = os.pread(fd, 8, _WORD_AT)
-    if len(word) < 8:
-        return 0, 0
-    epoch, _, owner = unpack_word(int.from_bytes(word, "little"))
-    return epoch, owner
-
-
 def check_successor(owner: int, epoch: int) -> None:
     """Raises KeeperError when owner or epoch cannot be written into the header."""
-    if not 0 < owner <= _MAX_OWNER or not 0 < epoch < 2**32:
+    if not 0 < owner <= MAX_OWNER or not 0 < epoch < 2**32:
         raise KeeperError(f"owner {owner} or epoch {epoch} is out of range", "both start at 1")
 
 
@@ -141,7 +122,7 @@ class LedgerMap:
         except BaseException:
             self._map.close()
             raise
-        self.word_cell: U64 = np.frombuffer(self._map, dtype=np.uint64, count=1, offset=_WORD_AT)
+        self.word_cell: U64 = np.frombuffer(self._map, dtype=np.uint64, count=1, offset=WORD_AT)
         self._banks = (self._columns(0), self._columns(1))
 
     def _columns(self, bank: int) -> Columns:

@@ -23,7 +23,7 @@ from shadowsup.memkeeper.channel import ChannelClosed, OwnedFd
 from shadowsup.memkeeper.deposits import Deposits, Waiter
 from shadowsup.memkeeper.errors import KeeperError, refusal_code
 from shadowsup.memkeeper.hub import Connection, Hub, ProtocolError
-from shadowsup.memkeeper.ledger_layout import read_owner
+from shadowsup.memkeeper.ledger_word import read_owner
 from shadowsup.memkeeper.segments import SegmentSet
 
 log = logging.getLogger("shadowsup.memkeeper")

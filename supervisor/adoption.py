@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shadowsup.memkeeper.ledger_layout import read_owner
+from shadowsup.memkeeper.ledger_word import read_owner
 from shadowsup.memkeeper.protocol import Kind
 from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor import node_record, runtime_dir

@@ -14,7 +14,8 @@ from ledger_tools import BLOCKS, Model, Stopped, Stores, Worker
 
 from shadowsup.memkeeper.errors import LedgerLost
 from shadowsup.memkeeper.ledger import LedgerWriter
-from shadowsup.memkeeper.ledger_layout import LedgerMap, pack_word
+from shadowsup.memkeeper.ledger_layout import LedgerMap
+from shadowsup.memkeeper.ledger_word import pack_word
 
 ids = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=4, unique=True)
 operation = st.tuples(st.sampled_from(["fill", "fill", "fill", "publish again", "invalidate", "touch", "reserve", "take", "follow"]), ids)
