@@ -261,8 +261,10 @@ class Life:
         since_s = before.since_s or time.monotonic()
         self._heart.update(replace(before, phase=phase, inflight=self._engine.inflight, queued=queued, since_s=since_s, step_tokens=tokens))
 
-    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase, *, progressed: bool = True) -> None:
-        """A step has ended: send ``events`` as one frame. ``phase``: what the next one will do. ``progressed``: it did something.
+    def stepped(
+        self, events: Sequence[Accepted | Token | Rejected], phase: Phase, *, progressed: bool = True, next_tokens: int = 0
+    ) -> None:
+        """A step has ended: send ``events`` as one frame. ``phase``, ``next_tokens``: of the next one. ``progressed``: it did something.
 
         Raises:
             LedgerLost: another engine owns the ledger; nothing was sent.
@@ -278,9 +280,9 @@ class Life:
             self._heart.report(
                 FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=time.monotonic(), resumed=self._intake.resumed)
             )
-        self._step_over(tokens, phase, progressed=progressed)
+        self._step_over(tokens, phase, progressed=progressed, next_tokens=next_tokens)
 
-    def _step_over(self, tokens: int, phase: Phase, *, progressed: bool) -> None:
+    def _step_over(self, tokens: int, phase: Phase, *, progressed: bool, next_tokens: int = 0) -> None:
         before, now = self._heart.vitals, time.monotonic()
         stalled_s = 0.0
         if progressed:
@@ -296,7 +298,7 @@ class Life:
             last_step_s=now,
             tokens_total=before.tokens_total + tokens,
             since_s=now,
-            step_tokens=0,
+            step_tokens=next_tokens,
             stalled_since_s=stalled_s,
         )
 

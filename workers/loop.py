@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +30,9 @@ from typing import Any
 import msgspec
 
 from shadowsup.memkeeper.protocol import Fingerprint
-from shadowsup.wire.engine import SPEC_VARIABLE, EngineSpec, Phase
+from shadowsup.wire.engine import SPEC_VARIABLE, UNKNOWN_TOKENS, EngineSpec, Phase
 from shadowsup.wire.link import Accepted, Cancel, Rejected, Submit, Token
-from shadowsup.workers import loop_tensors, process
+from shadowsup.workers import compiling, loop_tensors, process
 from shadowsup.workers.api import KvGeometry
 from shadowsup.workers.errors import ExitCode, WorkerError
 from shadowsup.workers.leaving import Leave
@@ -153,6 +153,13 @@ class Loop:
     def progress(self, words: str) -> None:
         """Say what goes on while it loads or warms up; ``shadowsup status`` shows it."""
         self._life.progress(words)
+
+    def compiling(self, what: str) -> AbstractContextManager[None]:
+        """Say that what follows takes long and makes no step, and is no hang: compiling, saving, evaluating. Up to a minute.
+
+        What ``torch.compile`` does by itself is noticed.
+        """
+        return compiling.compiling(what)
 
     # --- memory ----------------------------------------------------------------------------------------------------------------
 
@@ -331,7 +338,7 @@ class Loop:
         while True:
             life.obey()
             if life.arrivals():
-                life.stepping(Phase.DECODE)
+                life.stepping(Phase.DECODE, UNKNOWN_TOKENS)
                 return inbox.take()
 
     def beat(self, events: Sequence[Event] = (), *, inflight: int = 1, phase: Phase = Phase.DECODE) -> None:
@@ -348,11 +355,11 @@ class Loop:
         front.receiver = inbox
         # Asked to drain, a loop without requests has nothing to finish.
         inbox.inflight = 0 if inbox.refuses and life.draining else inflight
-        life.stepped([*inbox.refusals(), *events], phase)
+        life.stepped([*inbox.refusals(), *events], phase, next_tokens=UNKNOWN_TOKENS)
         life.obey()
         if inbox.refuses:
             life.arrivals(0.0)
-            life.stepping(phase)
+            life.stepping(phase, UNKNOWN_TOKENS)
 
     def _parked(self) -> Front:
         if self._front is None or self._front.blocks.counts() is None:

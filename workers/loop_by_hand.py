@@ -81,7 +81,9 @@ class ByHand:
     def stepping(self, phase: Phase, tokens: int = 0) -> None:
         pass
 
-    def stepped(self, events: Sequence[Accepted | Token | Rejected], phase: Phase, *, progressed: bool = True) -> None:
+    def stepped(
+        self, events: Sequence[Accepted | Token | Rejected], phase: Phase, *, progressed: bool = True, next_tokens: int = 0
+    ) -> None:
         """Print the answers."""
         for event in events:
             if isinstance(event, Token):

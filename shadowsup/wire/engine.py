@@ -18,6 +18,10 @@ SPEC_VARIABLE = "SHADOWSUP_SPEC"
 """Environment of an engine that is started by a command line of the user's own: the path of its `EngineSpec`."""
 
 
+UNKNOWN_TOKENS = -1
+"""Of a step in a loop that is not ours: its length follows no pattern, and only ``health.hang.ceiling`` bounds it."""
+
+
 class EngineState(str, enum.Enum):
     SPAWNING = "spawning"
     LOADING = "loading"
@@ -139,7 +143,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     since_s: float = 0.0
     """Since when the step under way is waited for: the end of the one before, or when there was something to do again. 0.0: nothing is."""
     step_tokens: int = 0
-    """At most so many tokens are computed by the step under way; 0: not known."""
+    """At most so many tokens are computed by the step under way; 0: not known, `UNKNOWN_TOKENS`: no step tells anything of another."""
     gap_s: float = 0.0
     """The longest such wait that has ended since the beat before; 0.0: none has."""
     gap_phase: Phase = Phase.IDLE

@@ -99,7 +99,7 @@ class History:
 
     def note(self, beat: Beat, before: Beat | None) -> None:
         """Take what a beat adds."""
-        if beat.gap_s > 0.0:
+        if beat.gap_s > 0.0 and beat.gap_tokens >= 0:
             if beat.gap_phase is Phase.DECODE:
                 self.decode.add(beat.gap_s)
             elif beat.gap_phase is Phase.PREFILL:
@@ -111,6 +111,8 @@ class History:
         """Return how long the step under way may take. ``util``: of the busiest GPU, 0.0 to 1.0; None: not known."""
         if beat.phase in _COMPILING:
             return limits.loading_s
+        if beat.step_tokens < 0:
+            return limits.ceiling_s
         decode_s = self.decode.bound()
         if decode_s is None:
             decode_s = _FRESH * limits.floor_s

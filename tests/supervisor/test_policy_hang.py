@@ -277,6 +277,16 @@ def test_the_first_prefill_of_all_is_given_the_ceiling() -> None:
     assert w.until_dead("chat.1") <= 2.0
 
 
+def test_a_loop_of_the_users_own_is_bounded_by_the_ceiling_alone() -> None:
+    w = node()
+    w.tokens = -1
+    w.live(4.0)
+    w.stuck["chat.1"] = w.now_s
+    w.live(29.0)
+    assert w.announced("engine.verdict") == []
+    assert w.until_dead("chat.1") <= 2.0
+
+
 def test_an_active_engine_that_says_that_it_compiles_is_given_a_minute() -> None:
     w = node()
     w.stuck["chat.1"] = w.now_s
