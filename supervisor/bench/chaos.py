@@ -57,6 +57,7 @@ class Plan:
     output_tokens: int = 48
     worker: str | None = None
     settle_timeout_s: float = 120.0
+    """How long a node may take to be whole again after a fault, and a stream to go on. Every rung of a recovery takes less."""
 
 
 @dataclass(kw_only=True)
@@ -164,6 +165,7 @@ async def _on(node: Node, worker: str, model: str, block_tokens: int, plan: Plan
             plan.streams,
             seed=outcome.seed,
             block_tokens=block_tokens,
+            silence_s=plan.settle_timeout_s,
             context=functools.partial(context, outcome.done),
         )
         outcome.tally = load.tally

@@ -17,9 +17,6 @@ from shadowsup.supervisor.bench.figures import difference, partial_difference
 from shadowsup.supervisor.bench.prompts import Chat, payload
 from shadowsup.supervisor.errors import SupervisorError
 
-SILENCE_S = 60.0
-"""A stream in which nothing moves for so long is lost: every rung of a recovery takes less, on whatever machine."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -72,6 +69,7 @@ class Load:
 
     Args:
         block_tokens: of the KV cache, for what was found in it.
+        silence_s: a stream in which nothing moves for so long is lost.
         context: said of each wrong answer: what was going on (the faults so far).
     """
 
@@ -84,6 +82,7 @@ class Load:
         *,
         seed: int,
         block_tokens: int,
+        silence_s: float,
         context: Callable[[float], dict[str, Any]],
     ) -> None:
         self.tally = Tally()
@@ -93,6 +92,7 @@ class Load:
         self._clients = clients
         self._seed = seed
         self._block_tokens = block_tokens
+        self._silence_s = silence_s
         self._context = context
         self._tasks: list[asyncio.Task[None]] = []
         self._ending = False
@@ -155,14 +155,14 @@ class Load:
             self._judge(question, stream, cut=deaths != self._gateway_deaths)
 
     async def _follow(self, question: Question, stream: Stream) -> None:
-        """Stream, until its end or until nothing has moved for `SILENCE_S`."""
+        """Stream, until its end or until nothing has moved for too long."""
         task = asyncio.ensure_future(stream_chat(self._session, self._url, question.payload, stream))
         try:
             while not task.done():
                 before = len(stream.arrivals)
-                await asyncio.wait({task}, timeout=SILENCE_S)
+                await asyncio.wait({task}, timeout=self._silence_s)
                 if not task.done() and len(stream.arrivals) == before:
-                    stream.error = f"hangs: nothing came for {SILENCE_S:g} s after token {before}"
+                    stream.error = f"hangs: nothing came for {self._silence_s:g} s after token {before}"
                     break
         finally:
             if not task.done():

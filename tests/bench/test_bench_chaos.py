@@ -60,7 +60,7 @@ def stream(text: str, *, error: str | None = None, cached: int = 32) -> Stream:
 
 def load() -> Load:
     asked = [Question(payload={}, reference=stream("abcd"))]
-    return Load(None, "", asked, 1, seed=0, block_tokens=16, context=lambda at_s: {"faults": ["7 active"]})  # type: ignore[arg-type]
+    return Load(None, "", asked, 1, seed=0, block_tokens=16, silence_s=10.0, context=lambda at_s: {"faults": ["7 active"]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["abc", "abcdd", "abxd", ""])
