@@ -22,14 +22,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNode]:
-    """A node to which nothing happens: every reload of it is refused, or taken back."""
-    with running(tmp_path_factory.mktemp("untouched")) as node:
-        up(node)
-        yield node
-
-
 def up(node: FakeNode, *workers: str) -> None:
     """Wait until all of it is up."""
     for name in workers or ("chat",):
@@ -90,26 +82,27 @@ def test_a_changed_worker_is_replaced_through_its_shadow_with_its_blocks_and_bac
         assert [one["origin"] for one in node.call("revisions")["revisions"]] == ["start", "reload", "undo"]
 
 
-def test_one_that_does_not_come_up_is_taken_back_and_nobody_notices(untouched: FakeNode) -> None:
-    node = untouched
-    whole, before = node.answer(tokens=150), revisions(node)
-    answer = node.ask(tokens=150)
-    answer.reached(10)
-    pids = {engine["id"]: engine["pid"] for engine in node.status()["workers"][0]["engines"]}
-    for change, words in (
-        ({"args": {"step_s": 0.01, "fail": "load"}}, "told to fail in load"),
-        ({"args": {"step_s": 0.01, "fail": "warm"}, "kv": {"size": "2MiB"}}, "told to fail in warm"),
-        ({"env": {**worker()["env"], "PYTHONPATH": "/nowhere"}}, "fake_engine"),
-    ):
-        write(node, worker(**change))
-        progress = reload(node)
-        assert progress["state"] == "failed" and words in progress["message"], progress
-        assert {e["id"]: e["pid"] for e in node.status()["workers"][0]["engines"]} == pids
-    assert answer.done.wait(WAIT_S)
-    assert (answer.error, answer.text) == ("", whole)
-    status = node.until(lambda s: s["workers"][0]["state"] == "healthy" and s["memkeeper"]["segments"] == 3)
-    assert status["config"]["revision"] == "r1" and revisions(node) == before and node.recoveries() == []
-    assert node.events("reload.failed")[-1]["level"] == "error"
+def test_one_that_does_not_come_up_is_taken_back_and_nobody_notices(folder: Path) -> None:
+    with running(folder) as node:
+        up(node)
+        whole, before = node.answer(tokens=150), revisions(node)
+        answer = node.ask(tokens=150)
+        answer.reached(10)
+        pids = {engine["id"]: engine["pid"] for engine in node.status()["workers"][0]["engines"]}
+        for change, words in (
+            ({"args": {"step_s": 0.01, "fail": "load"}}, "told to fail in load"),
+            ({"args": {"step_s": 0.01, "fail": "warm"}, "kv": {"size": "2MiB"}}, "told to fail in warm"),
+            ({"env": {**worker()["env"], "PYTHONPATH": "/nowhere"}}, "fake_engine"),
+        ):
+            write(node, worker(**change))
+            progress = reload(node)
+            assert progress["state"] == "failed" and words in progress["message"], progress
+            assert {e["id"]: e["pid"] for e in node.status()["workers"][0]["engines"]} == pids
+        assert answer.done.wait(WAIT_S)
+        assert (answer.error, answer.text) == ("", whole)
+        status = node.until(lambda s: s["workers"][0]["state"] == "healthy" and s["memkeeper"]["segments"] == 3)
+        assert status["config"]["revision"] == "r1" and revisions(node) == before and node.recoveries() == []
+        assert node.events("reload.failed")[-1]["level"] == "error"
 
 
 def test_one_that_fails_when_it_takes_over_hands_back_to_the_old_shadow(folder: Path) -> None:
@@ -160,22 +153,21 @@ def test_workers_come_and_go_the_gateway_moves_and_limits_change_without_a_new_e
         assert revisions(node) == {each["revision"] for each in found["workers"]}
 
 
-def test_a_config_that_is_wrong_or_needs_a_restart_changes_nothing(untouched: FakeNode) -> None:
-    node = untouched
-    before, saved = node.status()["reload"], node.config.read_text()
-    write(node, worker(nonsense=1))
-    with pytest.raises(SupervisorError, match="unknown key 'nonsense'") as invalid:
-        node.call("reload")
-    assert invalid.value.exit_code == 2
-    write(node, worker(env={"A": "1"}), node={"name": "other", "state_dir": str(node.state)})
-    with pytest.raises(SupervisorError, match="restart of the node") as refused:
-        node.call("reload")
-    assert refused.value.exit_code == 2
-    assert "restart of the node" in node.call("reload", plan=True)["plan"]["refused"]
-    with pytest.raises(SupervisorError, match="r1 is in force, not r7"):
-        node.call("reload", expect="r7")
-    assert node.status()["reload"] == before and node.status()["config"]["revision"] == "r1"
-    node.config.write_text(saved)
+def test_a_config_that_is_wrong_or_needs_a_restart_changes_nothing(folder: Path) -> None:
+    with running(folder) as node:
+        up(node)
+        write(node, worker(nonsense=1))
+        with pytest.raises(SupervisorError, match="unknown key 'nonsense'") as invalid:
+            node.call("reload")
+        assert invalid.value.exit_code == 2
+        write(node, worker(env={"A": "1"}), node={"name": "other", "state_dir": str(node.state)})
+        with pytest.raises(SupervisorError, match="restart of the node") as refused:
+            node.call("reload")
+        assert refused.value.exit_code == 2
+        assert "restart of the node" in node.call("reload", plan=True)["plan"]["refused"]
+        with pytest.raises(SupervisorError, match="r1 is in force, not r7"):
+            node.call("reload", expect="r7")
+        assert node.status()["reload"] is None and node.status()["config"]["revision"] == "r1"
 
 
 def test_of_saves_in_quick_succession_the_last_one_wins_and_one_in_the_midst_of_another_takes_its_place(folder: Path) -> None:
@@ -255,12 +247,15 @@ def test_p28_a_runtime_directory_that_takes_nothing_more_leaves_what_serves_as_i
         assert reload(node)["state"] == "done"
 
 
-def test_a_worker_that_is_added_and_does_not_come_up_takes_everything_back_with_its_last_words(untouched: FakeNode) -> None:
+def test_a_worker_that_is_added_and_does_not_come_up_takes_everything_back_with_its_last_words(folder: Path) -> None:
     bad = {"name": "bad", "engine": "command", "command": ["/bin/sh", "-c", "echo dying now; exit 3"], "ready": {"http": "/"}}
-    node = untouched
-    before = revisions(node)
-    write(node, worker(args={"step_s": 0.02}), bad)
-    progress = reload(node)
-    assert progress["state"] == "failed" and "dying now" in progress["message"], progress
-    status = node.until(lambda s: len(s["workers"]) == 1 and s["workers"][0]["state"] == "healthy" and len(s["workers"][0]["engines"]) == 2)
-    assert revisions(node) == before and status["config"]["revision"] == "r1"
+    with running(folder) as node:
+        up(node)
+        before = revisions(node)
+        write(node, worker(args={"step_s": 0.02}), bad)
+        progress = reload(node)
+        assert progress["state"] == "failed" and "dying now" in progress["message"], progress
+        status = node.until(
+            lambda s: len(s["workers"]) == 1 and s["workers"][0]["state"] == "healthy" and len(s["workers"][0]["engines"]) == 2
+        )
+        assert revisions(node) == before and status["config"]["revision"] == "r1"
