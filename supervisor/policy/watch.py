@@ -154,18 +154,14 @@ class Watch(Standing, ABC):
         beat = engine.vitals.beat
         assert beat is not None
         if engine.canary_s is not None:
-            due_s = engine.canary_s + engine.canary_bound_s
-            turns = beat.stalled_since_s and beat.sent_s - engine.vitals.progress_s < TURNING_S
+            due_s, progress_s = engine.canary_s + engine.canary_bound_s, engine.vitals.progress_s
+            turns = beat.stalled_since_s and beat.sent_s - progress_s < TURNING_S
             if not turns:  # in a step that does something: a prompt may have come, which takes its time
-                due_s = max(
-                    due_s, engine.vitals.progress_s + self.history_of(engine).step_bound_s(beat, self.settings_of(engine).hang, util)
-                )
+                due_s = max(due_s, progress_s + self.history_of(engine).step_bound_s(beat, self.settings_of(engine).hang, util))
             if not works(beat) or beat.phase is Phase.WARMING:
                 engine.canary_s = None  # it has nothing in flight now, or says that it compiles
-            elif not beat.stalled_since_s and engine.vitals.progress_s > engine.canary_s:
-                self._canary_cleared(
-                    engine, f"has finished a step {engine.vitals.progress_s - engine.canary_s:.2f} s after it was asked", now_s
-                )
+            elif not beat.stalled_since_s and progress_s > engine.canary_s:
+                self._canary_cleared(engine, f"has finished a step {progress_s - engine.canary_s:.2f} s after it was asked", now_s)
             elif now_s < max(due_s, self._judge_from_s):
                 self._at(max(due_s, self._judge_from_s))
             else:

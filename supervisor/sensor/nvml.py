@@ -42,8 +42,7 @@ class Device:
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
         except Exception as error:
-            lost = type(error).__name__ == "NVMLError_GpuIsLost"
-            return GpuReading(uuid=self.uuid, lost=lost, warnings=("lost: it has fallen off the bus" if lost else f"no answer: {error}",))
+            return without(self.uuid, error)
         rates = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(whole))
         return GpuReading(
             uuid=self.uuid,
@@ -94,13 +93,25 @@ class XidEvents:
     def __init__(self, nvml: Any, devices: list[Device]) -> None:
         self._nvml = nvml
         self._set: Any = None
-        try:
-            events = nvml.nvmlEventSetCreate()
-            for device in devices:
+        self._devices: list[Device] = []
+        self.listen(devices)
+
+    def listen(self, devices: list[Device]) -> None:
+        """Hear of these from now on, as far as they have events and are there."""
+        nvml, old = self._nvml, self._set
+        self._set, self._devices = None, devices
+        if old is not None:
+            _ask(lambda: nvml.nvmlEventSetFree(old))
+        if (events := _ask(nvml.nvmlEventSetCreate)) is None:
+            return
+        for device in devices:
+            try:
                 nvml.nvmlDeviceRegisterEvents(device.whole, nvml.nvmlEventTypeXidCriticalError, events)
+            except Exception:  # NVMLError_NotSupported: virtual machines, old boards; NVMLError_GpuIsLost
+                continue
             self._set = events
-        except Exception:  # NVMLError_NotSupported: virtual machines, old boards
-            self._set = None
+        if self._set is None:
+            _ask(lambda: nvml.nvmlEventSetFree(events))
 
     @property
     def supported(self) -> bool:
@@ -110,7 +121,7 @@ class XidEvents:
         """Return (UUID of the GPU, Xid) of the next event, None when there was none in time.
 
         Raises:
-            Unsupported: this driver tells of no Xid.
+            Unsupported: this driver tells of no Xid, or not this time.
         """
         if self._set is None:
             raise Unsupported
@@ -118,12 +129,24 @@ class XidEvents:
             event = self._nvml.nvmlEventSetWait_v2(self._set, max(1, int(timeout_s * 1000)))
         except self._nvml.NVMLError_Timeout:
             return None
+        except Exception as error:  # one of them is lost: the others are listened to without it
+            self.listen(self._devices)
+            raise Unsupported from error
         uuid = self._nvml.nvmlDeviceGetUUID(event.device)
         return (uuid.decode() if isinstance(uuid, bytes) else uuid), int(event.eventData)
 
 
 class Unsupported(Exception):
-    """Raised when this driver tells of no Xid."""
+    """Raised when there is no Xid to be had from this driver."""
+
+
+def without(uuid: str, error: Exception) -> GpuReading:
+    """Return the reading of a device that answered with ``error``. Only one that is gone is lost: nothing may use it any more then."""
+    lost = type(error).__name__ in _GONE
+    return GpuReading(uuid=uuid, lost=lost, warnings=("lost: it has fallen off the bus" if lost else f"no answer: {error}",))
+
+
+_GONE = ("NVMLError_GpuIsLost", "NVMLError_NotFound")
 
 
 def _ask(question: Callable[[], T]) -> T | None:

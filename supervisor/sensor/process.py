@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from shadowsup.supervisor.sensor.nvml import Device, Unsupported, XidEvents
+from shadowsup.supervisor.sensor.nvml import Device, Unsupported, XidEvents, without
 from shadowsup.supervisor.sensor.watch import GpuWatch
 from shadowsup.wire.engine import encode
 from shadowsup.wire.sensor import SENSOR, GpuNews, GpuNewsKind, GpuReading, SensorBeat
@@ -21,7 +21,7 @@ class Sensor:
     """Reads through ``nvml`` (initialised) and sends by ``send``, a frame a call.
 
     Args:
-        uuids: the devices. One that NVML does not know is reported as lost.
+        uuids: the devices. One that NVML does not know is reported as lost; one that it cannot tell of yet is asked for again.
         stopped: fd that becomes readable when the process shall end.
     """
 
@@ -29,9 +29,10 @@ class Sensor:
         self._send = send
         self._interval_s = interval_s
         self._stopped = stopped
-        self._devices: dict[str, Device | None] = {uuid: _find(nvml, uuid) for uuid in uuids}
+        self._nvml = nvml
+        self._devices: dict[str, Device] = {}
         self._watches = {uuid: GpuWatch() for uuid in uuids}
-        self._events = XidEvents(nvml, [device for device in self._devices.values() if device is not None])
+        self._events = XidEvents(nvml, [])
 
     def run(self) -> None:
         """Until told to stop."""
@@ -59,23 +60,25 @@ class Sensor:
         return [GpuNews(uuid=uuid, kind=GpuNewsKind.XID, number=xid, text=f"Xid {xid}", at_s=time.monotonic())]
 
     def _beat(self, news: list[GpuNews]) -> SensorBeat:
-        readings = []
-        for uuid, device in self._devices.items():
-            found = device.read() if device is not None else GpuReading(uuid=uuid, lost=True, warnings=("lost: NVML does not know it",))
-            reading, more = self._watches[uuid].take(found, time.monotonic())
+        readings, known = [], len(self._devices)
+        for uuid, watch in self._watches.items():
+            reading, more = watch.take(self._read(uuid), time.monotonic())
             readings.append(reading)
             news.extend(more)
+        if len(self._devices) > known:
+            self._events.listen(list(self._devices.values()))
         return SensorBeat(pid=os.getpid(), sent_s=time.monotonic(), interval_s=self._interval_s, gpus=tuple(readings), news=tuple(news))
+
+    def _read(self, uuid: str) -> GpuReading:
+        try:
+            device = self._devices.get(uuid) or Device(self._nvml, uuid)
+        except Exception as error:
+            return without(uuid, error)
+        self._devices[uuid] = device
+        return device.read()
 
     def _told_to_stop(self, within_s: float) -> bool:
         return bool(select.select([self._stopped], [], [], within_s)[0])
-
-
-def _find(nvml: Any, uuid: str) -> Device | None:
-    try:
-        return Device(nvml, uuid)
-    except Exception:
-        return None
 
 
 @contextlib.contextmanager

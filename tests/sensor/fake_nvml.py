@@ -1,6 +1,7 @@
 """A module that looks like ``pynvml``, with one H200. What it does is said by the file named in FAKE_NVML, read anew at each reading.
 
-The file is JSON: ``used``, ``ecc``, ``width``, ``action`` (recovery), ``lost``, ``xid`` (told once), ``then`` (``hang`` or ``crash``).
+The file is JSON: ``used``, ``ecc``, ``width``, ``action`` (recovery), ``lost``, ``xid`` (told once), ``then`` (``hang``, ``crash``,
+``refuse``, or ``unknown``: it does not know the GPU for a reason of its own).
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class NVMLError_GpuIsLost(NVMLError):
     pass
 
 
+class NVMLError_NotFound(NVMLError):
+    pass
+
+
 class NVMLError_Timeout(NVMLError):
     pass
 
@@ -54,7 +59,9 @@ def nvmlInit() -> None:
 
 def nvmlDeviceGetHandleByUUID(uuid: str) -> str:
     if uuid != UUID:
-        raise NVMLError("Not Found")
+        raise NVMLError_NotFound("Not Found")
+    if _says().get("then") == "unknown":
+        raise NVMLError("Unknown Error")
     return uuid
 
 
@@ -123,12 +130,20 @@ def nvmlEventSetCreate() -> str:
     return "set"
 
 
+def nvmlEventSetFree(events: str) -> None:
+    pass
+
+
 def nvmlDeviceRegisterEvents(handle: str, types: int, events: str) -> None:
+    if _says().get("lost"):
+        raise NVMLError_GpuIsLost("GPU is lost")
     if _says().get("no_events"):
         raise NVMLError("Not Supported")
 
 
 def nvmlEventSetWait_v2(events: str, timeout_ms: int) -> Any:
+    if _says().get("lost"):
+        raise NVMLError_GpuIsLost("GPU is lost")
     xid = _says().get("xid")
     if xid and xid not in _told:
         _told.add(xid)

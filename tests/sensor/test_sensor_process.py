@@ -145,9 +145,10 @@ async def test_a_driver_that_tells_of_no_xid_is_read_all_the_same(world: World) 
 
 async def test_a_lost_gpu_is_said_and_shown(world: World) -> None:
     world.sensor.start()
-    await world.next()
+    first = await world.next()
     world.nvml(lost=True)
-    await world.until(lambda beat: beat.gpus[0].lost)
+    told = await world.until(lambda beat: beat.gpus[0].lost)
+    assert (await world.next()).pid == told.pid == first.pid, "waiting for its Xids must not end the sensor"
     assert [news.kind for news in world.news] == [GpuNewsKind.LOST]
     assert gpu_status(GPU, world.sensor, {}, [], time.monotonic())["state"] == "lost"
 
@@ -199,3 +200,13 @@ async def test_a_driver_that_refuses_is_tried_again_and_the_reason_is_kept(world
         await world.sensor.started(WAIT_S)
     assert world.sensor.state in (PartState.BACKOFF, PartState.STARTING)
     assert gpu_status(GPU, world.sensor, {}, [], time.monotonic())["util"] is None
+
+
+async def test_p30_a_gpu_that_nvml_cannot_tell_of_for_a_while_is_not_lost(world: World) -> None:
+    world.nvml(then="unknown", xid=31)
+    world.sensor.start()
+    (reading,) = (await world.next()).gpus
+    assert (reading.lost, reading.warnings) == (False, ("no answer: Unknown Error",)), "nothing that runs there is to be ended for it"
+    world.nvml(xid=31)
+    await world.until(lambda beat: beat.gpus[0].memory_used == 5 << 30)
+    await world.until(lambda beat: any(news.number == 31 for news in beat.news))
