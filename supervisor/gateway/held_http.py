@@ -365,8 +365,10 @@ class _Run:
     async def _chunk(self, answer: aiohttp.ClientResponse, follows: Answer | None = None) -> bytes:
         """Return what comes next; empty at the end."""
         while True:
+            # Only who asked for a stream that we know gets comments, and waits for less than what the engine says.
+            due_s = self._heard_s + self._owner.keepalive_s if self._streams else None
             try:
-                async with asyncio.timeout_at(self._heard_s + self._owner.keepalive_s):
+                async with asyncio.timeout_at(due_s):
                     return await answer.content.readany()
             except TimeoutError:
                 await self._keep_alive("waiting for the next token")

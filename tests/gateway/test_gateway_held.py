@@ -13,6 +13,7 @@ import pytest
 from gateway.harness import CHAT, Node, NodeMaker, events, next_event
 from gateway.stub_vllm import PROMPT, TEXT, TOOL, StubVllm, unpacked
 
+from shadowsup.supervisor.gateway import held_http
 from shadowsup.wire.engine import WorkerRoute
 
 STREAM = CHAT | {"stream": True}
@@ -451,6 +452,34 @@ async def test_other_paths_are_passed_on_and_begun_anew(node: Node, engines: lis
     assert await (await task).json() == {"path": "/v1/embeddings", "from": 2}
     async with node.http.get(node.url + "/v1/models") as models:
         assert [model["id"] for model in (await models.json())["data"]] == ["m"]
+
+
+async def test_a_stream_of_another_path_costs_nothing_while_its_engine_is_silent(
+    make_node: NodeMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`keepalive_s` is over after 20 ms, and there is nothing to send: a comment may not be for every protocol."""
+    looks, quiet = 0, held_http._Run._keep_alive
+
+    async def counted(run: Any, what: str) -> None:
+        nonlocal looks
+        looks += 1
+        await quiet(run, what)
+
+    monkeypatch.setattr(held_http._Run, "_keep_alive", counted)
+    node = await make_node(keepalive_s=0.02)
+    engine = await StubVllm(node.folder, 1, gates=asyncio.Queue()).start()
+    try:
+        assert engine.gates is not None
+        await node.supervisor.route(row(engine, 1))
+        asking = node.post({"model": "m", "input": "x", "stream": True}, "/v1/responses")
+        await asyncio.sleep(0.5)
+        assert engine.asked and looks <= 20
+        engine.gates.put_nowait("go")
+        response = await asking
+        assert (await anext(events(response))).startswith("data: ")
+        response.close()
+    finally:
+        await engine.stop()
 
 
 async def test_a_draining_gateway_and_a_removed_worker_fail_their_requests_clearly(make_node: NodeMaker) -> None:
