@@ -16,6 +16,7 @@ import pytest_asyncio
 import vllm_tiny
 from vllm_world import BLOCK, config, core_of, prompt, python
 
+from shadowsup.supervisor.bench import failover
 from shadowsup.supervisor.bench.node import Node, engine_of, running
 
 pytestmark = [
@@ -110,6 +111,15 @@ async def test_an_engine_core_that_stands_still_is_found_by_its_beats(node: Node
     recovery = await check_successor(node, answers, active["id"])
     assert recovery["kind"] == "shadow"
     assert "hang" in recovery["cause"]
+
+
+async def test_streams_go_on_with_the_very_tokens_they_would_have_had(node: Node) -> None:
+    plan = failover.Plan(kills=2, streams=4, prompt_words=60, output_tokens=40, model="chat", block_tokens=BLOCK)
+    result = await failover.measure(node, plan)
+    assert result["wrong"] == []
+    assert result["ids_checked"]
+    assert result["cached_share_min"] >= 0.95
+    assert result["kinds"] == ["shadow"]
 
 
 async def test_a_planned_hand_over_keeps_the_cache(node: Node, answers: list[list[int]]) -> None:
