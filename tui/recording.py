@@ -49,6 +49,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._flushed_s = 0.0
         self._asked_s = float("-inf")
+        self._told_of: set[tuple[str, object]] = set()
         self._failed = ""
         try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -98,10 +99,15 @@ class Recorder:
         if now_s - self._asked_s < ANSWERS_EVERY_S and not observation.recoveries:
             return
         self._asked_s = now_s
+        if observation.fresh:
+            self._told_of.clear()
         for worker in observation.status.get("workers") or []:
-            for verb in ANSWERS:
+            # How engines are started changes with a reload, which also changes the worker's revision.
+            known = (worker["name"], worker.get("revision"))
+            for verb in ("blocks",) if known in self._told_of else ANSWERS:
                 with contextlib.suppress(ShadowsupError):
                     self.ask(verb, worker=worker["name"])
+            self._told_of.add(known)
 
     def _put(self, record: dict[str, Any]) -> None:
         with self._lock:
