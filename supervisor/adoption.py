@@ -56,12 +56,14 @@ class Adoption:
         record: what the node's start had decided.
         config: the config that runs.
         entries: every process that was recorded, the dead ones too.
+        began_ticks: when it was made, as `Identity.start_time` counts: nothing of what has started since is another supervisor's.
     """
 
     def __init__(self, path: Path, record: NodeRecord, config: NodeConfig, entries: Sequence[Entry]) -> None:
         self.record = record
         self.config = config
         self.entries = tuple(entries)
+        self.began_ticks = _boot_ticks()
         self._path = path
         self._living = frozenset(entry.identity for entry in entries if ids.alive(entry.identity))
         self._taken: set[Identity] = set()
@@ -273,15 +275,14 @@ async def _end_stray(node: Node, entry: Entry) -> None:
 async def _end_unrecorded(node: Node, found: Adoption) -> None:
     """End engines of this node whose supervisor died between their start and their record: nobody will ever promote them."""
     recorded = {entry.tag for entry in node.registry.entries}
-    before_s = _boot_ticks()
 
     def look() -> list[tuple[Identity, str]]:
         mine = f"/{found.record.instance}"
         return [(one, tag) for one, tag in tagged(f"{node.config.node.name}/") if tag.endswith(mine) and tag not in recorded]
 
     for identity, tag in await asyncio.to_thread(look):
-        if identity.start_time > before_s:
-            continue  # started by us, meanwhile
+        if identity.start_time > found.began_ticks:
+            continue  # started by us, meanwhile: it runs some ms before it is recorded
         log.warning("pid %d is an engine that was never recorded (%s) and is ended", identity.pid, tag)
         pidfd = ids.open_identity(identity)
         if pidfd is not None:
