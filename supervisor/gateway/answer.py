@@ -367,6 +367,8 @@ def _without_reasoning(event: bytes) -> bytes:
     had = [delta.pop(name) for name in _REASONING if name in delta]
     if choice.get("logprobs") is not None:
         choice["logprobs"] = None
+    if choice.get("token_ids") is not None:
+        choice["token_ids"] = None  # they would tell it, too
     if any(had) and not any(delta.values()) and choice.get("finish_reason") is None:
         return b""
     return _event(value)

@@ -14,6 +14,7 @@ from gateway.harness import CHAT, Node, NodeMaker, events, next_event
 from gateway.stub_vllm import PROMPT, TEXT, TOOL, StubVllm, unpacked
 
 from shadowsup.supervisor.gateway import held_http
+from shadowsup.supervisor.gateway.held_request import OBSTACLES
 from shadowsup.wire.engine import WorkerRoute
 
 STREAM = CHAT | {"stream": True}
@@ -90,7 +91,7 @@ def objects(body: bytes) -> list[dict[str, Any]]:
 async def test_wherever_the_engine_dies_the_client_gets_the_undisturbed_stream(
     make_node: NodeMaker, path: str, body: dict[str, Any]
 ) -> None:
-    node = await make_node(max_inflight=1000)
+    node = await make_node(max_inflight=1000, keepalive_s=60)
     await node.http.close()
     node.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
     first, second = [await StubVllm(node.folder, number).start() for number in (1, 2)]
@@ -218,7 +219,7 @@ async def test_a_client_that_asked_for_ids_gets_each_once(node: Node, engines: l
 async def test_hidden_reasoning_stays_hidden_and_is_replayed(node: Node, engines: list[StubVllm]) -> None:
     first, second, _ = engines
     first.gates = asyncio.Queue()
-    task = node.post(STREAM | {"include_reasoning": False})
+    task = node.post(STREAM | {"include_reasoning": False, "return_token_ids": True})
     for _ in range(5):
         first.gates.put_nowait("go")
     stream = events(await task)
@@ -228,6 +229,7 @@ async def test_hidden_reasoning_stays_hidden_and_is_replayed(node: Node, engines
     await node.supervisor.route(row(second, 2))
     told += [json.loads(line[6:]) async for line in stream if line != "data: [DONE]"]
     assert all("reasoning" not in event["choices"][0]["delta"] for event in told)
+    assert not any(event["choices"][0].get("token_ids") for event in told)
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == "".join(TEXT)
     assert len(unpacked(second.asked[0]["vllm_xargs"]["shadowsup_output"])) == 4
 
@@ -284,23 +286,27 @@ async def test_a_request_that_is_not_streamed_is_held_and_begun_anew(node: Node,
     assert beat.tokens_total == 2 * len(TEXT) and beat.replays_total == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("n > 1", {"n": 2}),
-        ("best_of > 1", {"best_of": 2}),
-        ("beam search", {"use_beam_search": True}),
-        ("several prompts in one request", {"prompt": ["a", "b"]}),
-        ("prompt_logprobs", {"prompt_logprobs": 1}),
-        ("echo", {"echo": True}),
-        ("images, audio and other media", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-        ("prompt_embeds", {"prompt_embeds": "x"}),
-        ("kv_transfer_params", {"kv_transfer_params": {"a": 1}}),
-        ("thinking_token_budget", {"thinking_token_budget": 5}),
-        ("truncate_prompt_tokens", {"truncate_prompt_tokens": 5}),
-        ("vllm_xargs that is no object", {"vllm_xargs": [1]}),
-    ],
-)
+NOT_REPLAYED: list[tuple[str, dict[str, Any]]] = [
+    ("n > 1", {"n": 2}),
+    ("best_of > 1", {"best_of": 2}),
+    ("beam search", {"use_beam_search": True}),
+    ("several prompts in one request", {"prompt": ["a", "b"]}),
+    ("prompt_logprobs", {"prompt_logprobs": 1}),
+    ("echo", {"echo": True}),
+    ("images, audio and other media", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("prompt_embeds", {"prompt_embeds": "x"}),
+    ("kv_transfer_params", {"kv_transfer_params": {"a": 1}}),
+    ("thinking_token_budget", {"thinking_token_budget": 5}),
+    ("truncate_prompt_tokens", {"truncate_prompt_tokens": 5}),
+    ("vllm_xargs that is no object", {"vllm_xargs": [1]}),
+]
+
+
+def test_each_obstacle_is_tried() -> None:
+    assert [name for name, _ in NOT_REPLAYED] == [name for name, _ in OBSTACLES]
+
+
+@pytest.mark.parametrize(("name", "change"), NOT_REPLAYED)
 async def test_what_cannot_be_replayed_is_served_and_failed_clearly_when_its_engine_dies(
     node: Node, engines: list[StubVllm], name: str, change: dict[str, Any]
 ) -> None:

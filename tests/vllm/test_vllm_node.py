@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.e2e,
     pytest.mark.timeout(240),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.skipif(python() is None, reason="no interpreter with vLLM (SHADOWSUP_VLLM_PYTHON)"),
 ]
 
@@ -31,21 +31,7 @@ PROMPTS = [prompt(number, tokens) for number, tokens in enumerate((600, 900, 333
 FULL = sum(len(one) // BLOCK * BLOCK for one in PROMPTS)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_tiny.write(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def node(model: Path) -> AsyncIterator[Node]:
-    shm = set(Path("/dev/shm").iterdir())
-    async with running(config(model, shadows=1)) as node:
-        yield node
-    assert set(Path("/dev/shm").iterdir()) - shm == set()
-    assert not node.runtime_dir.exists()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def answers(node: Node) -> list[list[int]]:
     """What an engine that nobody disturbs says to `PROMPTS`."""
     return [ids for ids, _ in await ask_all(node)]
@@ -161,7 +147,7 @@ def scramble(pid: int) -> int:
     return done
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def alone(model: Path) -> AsyncIterator[Node]:
     """A node without a shadow."""
     async with running(config(model, shadows=0)) as node:

@@ -7,21 +7,29 @@ from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 256, 512, 2, 4, 2, 64
 VOCABULARY = 512
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | length }} tools\n{% endif %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""What vLLM's parsers look for, one token each."""
 
 
 def write(folder: Path) -> Path:
     """Write the model, with weights of seed 0, to ``folder``."""
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = {text: number for number, text in enumerate([*alphabet, "<s>", "</s>"])}
+    tokens = {text: number for number, text in enumerate([*alphabet, "<s>", "</s>", *MARKS])}
+    tokens |= {f"w{number}": number for number in range(len(tokens), VOCABULARY)}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
+    tokenizer.add_tokens([AddedToken(text, special=False) for text in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}

@@ -46,8 +46,18 @@ def config(model: Path, *, shadows: int, ceiling: str = "5s") -> dict[str, Any]:
                     "max_num_seqs": 16,
                     "enforce_eager": True,
                     "enable_prompt_tokens_details": True,
+                    "enable_auto_tool_choice": True,
+                    "tool_call_parser": "hermes",
+                    "reasoning_parser": "qwen3",
                 },
-                "env": {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"},
+                "env": {
+                    "OMP_NUM_THREADS": "1",
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "DO_NOT_TRACK": "1",
+                    # The first request with logprobs would compile for longer than a step may take here.
+                    "TORCH_COMPILE_DISABLE": "1",
+                },
                 "health": {"hang": {"ceiling": ceiling}},
             }
         ],
