@@ -128,7 +128,7 @@ class _Run:
                 if failure.code < 500:
                     raise ApiError(failure.code, str(failure)) from None
                 self._lost(target, f"its engine said: {failure}")
-                await self._suspect(str(failure), unavailable(f"The engine of worker {self._worker.name} failed: {failure}"))
+                await self._suspect(target, str(failure), unavailable(f"The engine of worker {self._worker.name} failed: {failure}"))
             except Misstep as misstep:
                 self._worker.counts.missteps += 1
                 raise self._unreplayable(f"its successor told another answer: {misstep}") from None
@@ -283,15 +283,16 @@ class _Run:
         if self._begun:
             self._patience.refused(said.told, self._loop.time())
         else:
-            await self._suspect(said.told, said)
+            await self._suspect(target, said.told, said)
 
-    async def _suspect(self, why: str, error: ApiError) -> None:
+    async def _suspect(self, target: Target, why: str, error: ApiError) -> None:
         """Wait for the routing table to say that this was the engine's death; if it does not, it was the request's own."""
         change = self._worker.change()
         until_s = self._patience.failed(why, self._loop.time())
         if until_s is None:
             raise error
-        await self._until(change.wait(), until_s, "waiting for the engine")
+        if self._worker.target == target:
+            await self._until(change.wait(), until_s, "waiting for the engine")
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End a stream that has begun with an error event."""
