@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shadowsup.wire.engine import EngineState, Phase
+from shadowsup.workers.heartbeat import Vitals
 from shadowsup.workers.vllm import arguments, versions
 from shadowsup.workers.vllm.hashing import SIZE, BlockHasher
+from shadowsup.workers.vllm.life import EngineLife
 
 ROOT = b"none"
 
@@ -96,3 +100,18 @@ def test_memory_is_kept_for_no_other(version: str | None, why: str) -> None:
     refused = versions.refusal(version)
     assert refused is not None
     assert why in refused
+
+
+def test_a_parked_engine_that_follows_fresh_blocks_says_so_in_its_beats() -> None:
+    """A supervisor that adopts it would take it for one that holds other blocks, and give up those that both hold."""
+    told: list[Vitals] = []
+    life: Any = object.__new__(EngineLife)
+    life.writer, life.device = None, "host"
+    life._heart = SimpleNamespace(vitals=Vitals(state=EngineState.PARKED, phase=Phase.PARKED, kv_set="set-1"), update=told.append)
+    life._kv = SimpleNamespace(set_id="set-2", reader="the ledger of set-2")
+    life._watch = SimpleNamespace(catch_up=lambda: True)
+    followed: list[str] = []
+    life._engine = SimpleNamespace(follow=followed.append)
+    life._tock()
+    assert [vitals.kv_set for vitals in told] == ["set-2"]
+    assert followed == ["the ledger of set-2"]

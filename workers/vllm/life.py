@@ -108,6 +108,7 @@ class EngineLife(Life):
         elif self._heart.vitals.state is EngineState.PARKED:
             if self._watch.catch_up():
                 log.info("another engine took fresh KV blocks: following those")
+                self._tell_kv_set()
                 self._map_ahead()
             self._engine.follow(self._kv.reader)
 
