@@ -192,11 +192,11 @@ class Worker:
     def cancel(self, stream: Stream) -> None:
         """The client is gone. What is held is not replayed."""
         engine = stream.engine
-        tried = self._suspects.trial == stream.rid
+        awaited = self._suspects.trial == stream.rid or self._held_back(self._now_s)  # others may wait for what becomes of it
         self._forget(stream)
         if engine is not None:
             self._send(engine, [Cancel(rid=stream.wire_rid)])
-        if tried:
+        if awaited:
             self._elect(self._now_s)
 
     def abandon(self, error: ApiError) -> None:

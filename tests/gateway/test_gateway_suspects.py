@@ -246,6 +246,22 @@ def test_a_client_that_leaves_during_its_trial_frees_the_engine() -> None:
     world.finish()
 
 
+def test_a_suspect_that_leaves_before_its_trial_frees_those_that_wait_for_it() -> None:
+    w = World(poison={"a": 2}, tells_late={2})
+    w.ask("a")
+    while w.epoch == 1:
+        w.step()
+    w.ask("b")
+    while w.epoch == 2:
+        w.step()
+    assert w.running == {}, "of the second death it is not known yet whose fault it was"
+    w.worker.cancel(w.streams.pop("a"))
+    del w.readers["a"]
+    assert {rid for rid, _ in w.running.values()} == {"b"}, "nothing else may happen for a long time"
+    w.finish()
+    assert w.readers["b"].reason == "stop"
+
+
 def test_a_cause_that_is_never_told_holds_nobody_for_long() -> None:
     world = World(poison={"bad": 2}, tells_late={2})
     world.ask("a", "bad")
