@@ -196,15 +196,23 @@ class Patience:
         target = worker.target
         if target is None and worker.route.state in NO_HOPE:
             raise worker.unavailable(last_refusal=self.last_refusal)
+        if self._held_back(worker):
+            return None
         if now >= self.gives_up_at_s(worker):
             worker.counts.gave_up += 1
             raise worker.unavailable(waited=True, last_refusal=self.last_refusal)
         return target if target != self._tried or now >= self._retry_at_s else None
+
+    def _held_back(self, worker: HeldWorker) -> bool:
+        """Say whether an engine serves, but no new ones are admitted now: it is to hand over. No reason to give up, that is soon."""
+        return self._tried is None and worker.target is not None and not worker.route.admits
 
     def gives_up_at_s(self, worker: HeldWorker) -> float:
         return self._since_s + worker.route.give_up_after_s
 
     def look_again_at_s(self, worker: HeldWorker) -> float:
         """When `may_try` may say something else without a change of the routing table."""
+        if self._held_back(worker):
+            return float("inf")
         at = self.gives_up_at_s(worker)
         return min(at, self._retry_at_s) if worker.target is not None else at

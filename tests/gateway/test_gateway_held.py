@@ -439,6 +439,24 @@ async def test_an_engine_whose_socket_is_gone_is_waited_for(node: Node, engines:
     assert (await (await task).read()).endswith(b"data: [DONE]\n\n")
 
 
+async def test_new_requests_wait_while_admission_is_paused_and_those_that_run_are_moved(node: Node, engines: list[StubVllm]) -> None:
+    first, second, _ = engines
+    first.gates = asyncio.Queue()
+    running = node.post(STREAM)
+    first.gates.put_nowait("go")
+    stream = events(await running)
+    await next_event(stream)
+    await node.supervisor.route(row(first, 1, admits=False, give_up_after_s=0.05))
+    new = node.post(CHAT)
+    await held(node, 1)
+    await node.supervisor.route(row(second, 2, admits=False, give_up_after_s=0.05))
+    assert [line async for line in stream][-1] == "data: [DONE]"
+    assert (len(first.asked), len(second.asked)) == (1, 1)
+    await asyncio.sleep(0.06)
+    await node.supervisor.route(row(second, 2))
+    assert (await new).status == 200
+
+
 async def test_the_same_epoch_gets_a_request_again_under_another_id(node: Node, engines: list[StubVllm]) -> None:
     first, *_ = engines
     first.revives = True
