@@ -126,14 +126,12 @@ def files(folder: Path) -> list[str]:
     found = []
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        history = path.parent.name == "state" and path.name.rstrip(".0123456789") in _HISTORY
-        output = name.startswith("state/logs/")
-        if not (path.is_dir() or history or output or name in _OURS):
+        kept = name.startswith("state/") and not path.name.startswith(".")  # logs, history, revisions; not what a write left half done
+        if not (path.is_dir() or kept or name in _OURS):
             found.append(name)
     if (folder / "run").exists():
         found.append("run")
     return sorted(found)
 
 
-_HISTORY = frozenset({"events.jsonl", "recoveries.jsonl"})
 _OURS = frozenset({"node.yaml", "start.log", "stuck.json"})
