@@ -172,7 +172,7 @@ class ControlServer:
         if door.router.closed:
             return
         try:
-            door.router.send_multipart([*envelope, msgspec.json.encode(reply)], zmq.NOBLOCK)
+            door.router.send_multipart([*envelope, _encoded(reply)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             log.warning("a reply was not sent: %s", error)
         self._look_soon()  # edge-triggered fd, see `beats`
@@ -185,6 +185,15 @@ class ControlServer:
         self._again = None
         if not self._publisher.closed:
             self._drain()
+
+
+def _encoded(reply: Reply) -> bytes:
+    """A result that cannot be written (nested beyond the stack, or no JSON) is an answer all the same."""
+    try:
+        return msgspec.json.encode(reply)
+    except (RecursionError, TypeError, ValueError) as error:
+        words = f"the answer cannot be written: {type(error).__name__}: {error}"
+        return msgspec.json.encode(Reply(id=reply.id, ok=False, error=words, exit_code=ExitCode.FAILED))
 
 
 def _bind(sock: zmq.Socket[bytes], path: Path, mode: int, group: int | None = None) -> None:

@@ -83,6 +83,27 @@ async def test_what_is_no_request_gets_an_answer_and_does_no_harm(tmp_path: Path
         await server.close()
 
 
+@pytest.mark.parametrize("result", [object(), "nested"])
+async def test_a_result_that_cannot_be_written_is_answered_and_not_lost(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], result: object
+) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    server = ControlServer(
+        context,
+        tmp_path / CONTROL_SOCKET,
+        tmp_path / EVENTS_SOCKET,
+        {"now": lambda _: nested if result == "nested" else result, "ok": lambda _: 1},
+    )
+    try:
+        with pytest.raises(SupervisorError, match="cannot be written"):
+            await called(tmp_path, "now")
+        assert await called(tmp_path, "ok") == 1
+    finally:
+        await server.close()
+
+
 async def test_a_client_follows_events_without_a_gap(tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     journal = Journal(None)
     verbs = {"events": lambda a: {"events": [{"n": e.n, "event": e.event} for e in journal.since(a.get("since"))]}}
