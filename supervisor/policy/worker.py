@@ -61,11 +61,13 @@ class WorkerPolicy(Upkeep):
     def handle(self, event: m.WorkerEvent, now_s: float) -> list[m.WorkerAction]:
         """Take one event, return what to do."""
         self._actions = []
+        # The tick need not be what comes first after this process was stopped.
+        late_s = event.late_s if isinstance(event, m.Tick) else now_s - self.deadline_s
+        if late_s > LATE_S:
+            self._judge_from_s = now_s + max(LATE_S, 3 * self.settings.heartbeat_s)
         match event:
-            case m.Tick(late_s=late_s):
+            case m.Tick():
                 self._was_late(late_s)
-                if late_s > LATE_S:
-                    self._judge_from_s = now_s + max(LATE_S, 3 * self.settings.heartbeat_s)
             case m.Adopt():
                 self._adopt(event, now_s)
             case m.Spawned():

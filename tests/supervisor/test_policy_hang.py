@@ -307,6 +307,18 @@ def test_one_pause_of_the_whole_machine_is_nobodys_hang() -> None:
         assert w.announced("engine.verdict") == [], pause_s
 
 
+def test_a_pause_of_the_supervisor_ends_no_promotion_whatever_it_hears_first() -> None:
+    w = node(shadows=2)
+    w.freeze("chat.1")
+    successor = w.promotions[-1][0]
+    (other,) = w.bodies.keys() - {successor, "chat.1"}
+    w.now_s += 11.0  # it was stopped; what the successor has said meanwhile is not read yet
+    w.freeze(other)
+    w.promoted(successor)
+    assert w.policy.active is not None and w.policy.active.id == successor
+    assert w.policy.epoch == 2
+
+
 def test_a_supervisor_that_is_late_for_every_tick_still_finds_a_hang() -> None:
     w = node()
     w.silent.add("chat.1")
