@@ -120,7 +120,12 @@ def test_every_request_is_answered_and_the_next_one_is_served(servers: Servers, 
             dealer.send_multipart([*frames, b'{"id":6,"verb":"ping"}'])
         dealer.send(b'{"id":7000001,"verb":"ping"}')
         for _ in range(len(sent) + bool(frames) + 1):  # an answer to each, whatever it was
-            reply = msgspec.json.decode(dealer.recv_multipart()[-1], type=Reply)
+            answer = dealer.recv_multipart()[-1]
+            try:
+                reply = msgspec.json.decode(answer, type=Reply)
+            except RecursionError:  # an echo of what was nested as deep as the server could take, and our stack is less deep
+                assert answer.startswith(b'{"id":')
+                continue
             assert reply.ok or reply.error
     finally:
         dealer.close()
