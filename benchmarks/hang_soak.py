@@ -154,6 +154,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 arguments.streams,
                 seed=arguments.seed,
                 block_tokens=worker.kv.block_tokens,
+                silence_s=plan.settle_timeout_s,
                 context=lambda at_s: {"at_s": round(at_s, 1)},
             )
             load.start()
