@@ -23,7 +23,8 @@ types: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone' $(ARGS)
+	$(BIN)/python -m pytest -m alone $(ARGS)
 
 docs: $(VENV)/.test
 	$(BIN)/sphinx-build -W --keep-going docs docs/_build

@@ -25,6 +25,29 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_ALONE = (
+    "bench",
+    "docs",
+    "e2e",
+    "packaging",
+    "vllm",
+    "supervisor/test_node_",
+    "supervisor/test_service",
+    "tui/test_tui_terminal",
+    "tui/test_tui_load",
+)
+"""Tests that start whole nodes, or compare times: each has the machine for itself. The others may run two at a time."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what must run alone."""
+    here = Path(__file__).parent
+    for item in items:
+        place = str(item.path.relative_to(here)) if here in item.path.parents else ""
+        if place.startswith(_ALONE):
+            item.add_marker(pytest.mark.alone)
+
+
 def _open_fds() -> dict[int, str]:
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
