@@ -30,11 +30,12 @@ _ALONE = (
     "docs",
     "e2e",
     "packaging",
-    "vllm",
+    "supervisor/test_cgroup",
     "supervisor/test_node_",
     "supervisor/test_service",
-    "tui/test_tui_terminal",
     "tui/test_tui_load",
+    "tui/test_tui_terminal",
+    "vllm",
 )
 """Tests that start whole nodes, or compare times: each has the machine for itself. The others may run two at a time."""
 
@@ -70,6 +71,12 @@ def _children() -> dict[int, str]:
 
 def _shm() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A runtime directory is refused below a folder that others may write to, and some tests let other users in."""
+    tmp_path_factory.getbasetemp().chmod(0o700)
 
 
 @pytest.fixture(autouse=True)

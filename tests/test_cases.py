@@ -73,6 +73,7 @@ FOR_PEOPLE = {
     "supervisor/bench/plain_server.py": "created, in an answer",
     "supervisor/cli/filters.py": "--since of people",
     "supervisor/cli/recoveries.py": "times as people read them",
+    "supervisor/cli/reload.py": "times as people read them",
     "supervisor/cli/reporter.py": "stamps of lines",
     "supervisor/figures.py": "start_time, a metric",
     "supervisor/gateway/gateway.py": "created, in an answer",
@@ -80,10 +81,13 @@ FOR_PEOPLE = {
     "supervisor/journal.py": "ts of events",
     "supervisor/recovery.py": "ts of recoveries",
     "supervisor/replan.py": "began_s, history",
+    "supervisor/reload.py": "ts of reloads",
+    "supervisor/revisions.py": "ts of revisions",
     "supervisor/scribe.py": "stamps of lines",
     "supervisor/scribe_file.py": "stamps of lines",
     "supervisor/status.py": "time_s of a status",
     "tui/feed.py": "ts of an observation",
+    "tui/recording.py": "ts of records",
     "tui/words.py": "times as people read them",
 }
 """Where the time of day is asked, and what for. Whatever is decided is decided by a monotonic clock."""

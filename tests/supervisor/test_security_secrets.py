@@ -70,7 +70,9 @@ def test_secrets_reach_the_engine_and_nothing_that_is_shown(tmp_path: Path, monk
             shown[" ".join(words[:2])] = cli(node, *words)
         private = {path: path.read_text(errors="replace") for path in node.runtime.rglob("*") if path.is_file()}
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
-    kept = {path.name: path.read_text() for path in node.state.rglob("*") if path.is_file()}
+    revisions = set((node.state / "revisions").glob("*"))
+    assert revisions and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in revisions)  # the config as its owner wrote it
+    kept = {path.name: path.read_text() for path in node.state.rglob("*") if path.is_file() and path not in revisions}
     assert {"events.jsonl", "server.log"} <= set(kept)
     assert environment["PLAIN_NAME"] == FROM_FILE
     assert environment["MY_TOKEN"] == FROM_ENV

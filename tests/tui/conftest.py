@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,8 +29,9 @@ def same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[FakeNode]:
-    with FakeNode(tmp_path / "run") as fake:
+def node() -> Iterator[FakeNode]:
+    # A short name: how long it is decides where lines break.
+    with tempfile.TemporaryDirectory(prefix="sst-") as folder, FakeNode(Path(folder) / "run") as fake:
         yield fake
 
 
