@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from shadowsup.supervisor.gateway import private_socket
 from shadowsup.wire import credentials
 
 _MOST = 64
@@ -32,17 +32,7 @@ class Handover:
         self._path = path
         self._sockets = sockets
         self._loop = asyncio.get_running_loop()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        before = os.umask(0o177)
-        try:
-            path.unlink(missing_ok=True)  # of a gateway that is gone
-            self._listener.bind(str(path))
-            self._listener.listen(4)
-        except OSError:
-            self._listener.close()
-            raise
-        finally:
-            os.umask(before)
+        self._listener = private_socket.listen(path, socket.SOCK_STREAM)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.gateway import private_socket
 from shadowsup.wire.gateway import Retune, Retuned
 
 _UCRED = struct.Struct("3i")
@@ -42,17 +43,7 @@ class RetuneServer:
         self._apply = apply
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        before = os.umask(0o177)
-        try:
-            path.unlink(missing_ok=True)  # of a gateway that is gone
-            self._listener.bind(str(path))
-            self._listener.listen(4)
-        except OSError:
-            self._listener.close()
-            raise
-        finally:
-            os.umask(before)
+        self._listener = private_socket.listen(path, socket.SOCK_SEQPACKET)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
