@@ -128,7 +128,10 @@ def group() -> Iterator[Cgroup]:
     assert not made.path.exists() and not made.path.parent.exists()
 
 
-FORKER = "import os, time\nfor _ in range(3):\n  if os.fork() == 0:\n    os.setsid()\n    os.environ.clear()\ntime.sleep(3600)"
+MOVED = "import os, time\nwhile '/chat.1' not in open('/proc/self/cgroup').read():\n  time.sleep(0.001)\n"
+"""It forks nothing before it is in its group: what it forked earlier would stay outside."""
+
+FORKER = MOVED + "for _ in range(3):\n  if os.fork() == 0:\n    os.setsid()\n    os.environ.clear()\ntime.sleep(3600)"
 """Eight processes, seven of them in sessions of their own."""
 
 
@@ -149,6 +152,7 @@ async def test_one_write_kills_all_that_is_in_it_and_no_stranger(group: Cgroup) 
                 await asyncio.sleep(0.01)
         assert stranger.alive
     finally:
+        group.kill()
         stranger.signal_group(9)
         await stranger.wait()
         for each in (child, stranger):
@@ -157,7 +161,7 @@ async def test_one_write_kills_all_that_is_in_it_and_no_stranger(group: Cgroup) 
 
 async def test_a_tree_finds_by_its_group_who_left_everything_else(group: Cgroup) -> None:
     """P01, P04: neither tag nor session nor parent: the leader is dead, and who it detached is known by the group alone."""
-    code = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(3600)\n  os._exit(0)\ntime.sleep(3600)"
+    code = MOVED + "if os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(3600)\n  os._exit(0)\ntime.sleep(3600)"
     child = Child.spawn(SpawnPlan(what="engine", argv=[sys.executable, "-c", code], env={}))
     try:
         group.add(child.pid)
