@@ -161,6 +161,8 @@ class WorkerOwner:
             actions = self.policy.beat(report, time.monotonic()) if isinstance(self.policy, WorkerPolicy) else []
             if actions:
                 self._carry_out(actions)
+            else:
+                self._set_timer()
             return bool(actions)
         if not isinstance(report, (GatewayBeat, SensorBeat)):
             self.put(m.Reported(report))
@@ -277,9 +279,11 @@ class WorkerOwner:
             case m.Signal(engine=engine, signal=number):
                 if engine in self.engines:
                     self.engines[engine].signal(number)
-            case m.Examine(engine=engine):
+            case m.Examine(engine=engine, front=front):
                 record = self.policy.engines.get(engine)
                 pid = record.pid if record is not None else None
+                if record is not None and record.vitals.beat is not None and not front:
+                    pid = record.vitals.beat.pid  # the leader may be a server in front of it
                 self.put(m.Examined(engine, look(pid) if pid is not None else None))
             case m.KillTree(engine=engine):
                 if engine in self.engines:

@@ -90,6 +90,8 @@ class Heart:
         self._vitals = vitals
         self._on_order = on_order
         self._log = log
+        self.front: Callable[[], tuple[float, int]] | None = None
+        """Says when the loop of the server in front last turned and how many requests it had; None: there is no such server."""
         self._bell = Doorbell()
         self._longest: Gap | None = None
         self._reports: deque[EngineReport] = deque(maxlen=_KEPT_REPORTS)
@@ -192,6 +194,7 @@ class Heart:
     def _beat(self, socket: zmq.Socket[bytes]) -> bool:
         """Send a beat and the reports that wait. Returns whether there was somebody to send to."""
         v, gap = self._vitals, self._longest
+        front_s, front_open = self.front() if self.front is not None else (0.0, 0)
         beat = Beat(
             engine=self._engine,
             pid=os.getpid(),
@@ -215,6 +218,8 @@ class Heart:
             gap_s=gap.seconds if gap is not None else 0.0,
             gap_phase=gap.phase if gap is not None else Phase.IDLE,
             gap_tokens=gap.tokens if gap is not None else 0,
+            front_s=front_s,
+            front_open=front_open,
         )
         try:
             socket.send(wire.encode(beat), zmq.NOBLOCK)

@@ -151,6 +151,10 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, tag="beat"):
     """Phase and tokens of that step."""
     stalled_since_s: float = 0.0
     """Since when steps do nothing though there are requests (they wait for blocks, for the fence); 0.0: they do."""
+    front_s: float = 0.0
+    """When the event loop of the server in front of the step loop (vLLM's API server) last turned; 0.0: there is none, or not yet."""
+    front_open: int = 0
+    """Requests that this server had then."""
 
 
 class Promoted(msgspec.Struct, frozen=True, kw_only=True, tag="promoted"):

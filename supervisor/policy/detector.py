@@ -96,6 +96,8 @@ class History:
     """Seconds a token."""
     beats: Gaps = field(default_factory=Gaps)
     """Between two beats of an engine that has work."""
+    front: Gaps = field(default_factory=Gaps)
+    """Between two turns that were told of the loop of the server in front."""
 
     def note(self, beat: Beat, before: Beat | None) -> None:
         """Take what a beat adds."""
@@ -106,6 +108,8 @@ class History:
                 self.prefill.add(beat.gap_s / max(beat.gap_tokens, _LEAST_TOKENS))
         if before is not None and works(before) and works(beat):
             self.beats.add(beat.sent_s - before.sent_s)
+        if before is not None and 0.0 < before.front_s < beat.front_s and front_works(before) and front_works(beat):
+            self.front.add(beat.front_s - before.front_s)
 
     def step_bound_s(self, beat: Beat, limits: HangLimits, util: float | None) -> float:
         """Return how long the step under way may take. ``util``: of the busiest GPU, 0.0 to 1.0; None: not known."""
@@ -136,12 +140,22 @@ class History:
             return limits.clamp(self.beats.bound() or 0.0)
         return limits.clamp(0.0, _PARKED if beat.state is EngineState.PARKED else _IDLE)
 
+    def front_bound_s(self, beat: Beat, limits: HangLimits, *, hurry: bool = False) -> float:
+        """Return how long the loop of the server in front need not have turned; ``inf``: there is none, or it is not up yet."""
+        if not beat.front_s or beat.state in _STARTING:
+            return math.inf
+        if hurry or front_works(beat):
+            return limits.clamp(self.front.bound() or 0.0)
+        return limits.clamp(0.0, _PARKED if beat.state is EngineState.PARKED else _IDLE)
+
 
 class Kind(enum.Enum):
-    """SILENT: no beat comes. STUCK: beats come, and all of them tell of the same step."""
+    """SILENT: no beat comes. STUCK: beats come, and all of them tell of the same step. FRONT: beats come, and say that the loop of the server
+    in front does not turn."""
 
     SILENT = "silent"
     STUCK = "stuck"
+    FRONT = "front"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +170,11 @@ class Finding:
         """Say it for people."""
         if self.kind is Kind.SILENT:
             return f"hang: no heartbeat for {self.for_s:.2f} s in phase {beat.phase.value} ({self.bound_s:.2f} s are plausible)"
+        if self.kind is Kind.FRONT:
+            plausible = f"{self.bound_s:.2f} s are plausible"
+            return (
+                f"hang: its API server has not turned its event loop for {self.for_s:.2f} s with {beat.front_open} requests ({plausible})"
+            )
         work = f"{beat.inflight + beat.queued} requests in flight"
         return f"hang: no step finished for {self.for_s:.2f} s in phase {beat.phase.value} with {work} ({self.bound_s:.2f} s are plausible)"
 
@@ -194,7 +213,7 @@ class Vitals:
         due_s = self.last_sign_s() + history.silence_bound_s(beat, limits, hurry=hurry) - early_s
         if works(beat):
             due_s = min(due_s, self.progress_s + history.step_bound_s(beat, limits, util) - early_s)
-        return due_s
+        return min(due_s, beat.front_s + history.front_bound_s(beat, limits, hurry=hurry) - early_s)
 
     def find(
         self, history: History, limits: HangLimits, util: float | None, now_s: float, early_s: float, *, hurry: bool = False
@@ -210,12 +229,24 @@ class Vitals:
             bound_s = history.step_bound_s(beat, limits, util)
             if now_s >= self.progress_s + bound_s - early_s:
                 return Finding(Kind.STUCK, now_s - self.progress_s, bound_s)
-        return None
+        # As the beat saw it: what is silent says nothing of its server.
+        front_s, bound_s = beat.sent_s - beat.front_s, history.front_bound_s(beat, limits, hurry=hurry)
+        return Finding(Kind.FRONT, front_s, bound_s) if front_s >= bound_s - early_s else None
 
 
 def works(beat: Beat) -> bool:
     """Say whether an engine that serves has something to do."""
     return beat.inflight + beat.queued > 0 and beat.phase in _WORKING and beat.state in _SERVING
+
+
+def front_works(beat: Beat) -> bool:
+    """Say whether somebody waits for the server in front."""
+    return works(beat) or beat.front_open > 0
+
+
+def hurries(beat: Beat) -> bool:
+    """Say whether silence or a pause counts at once: there is work, and it does not compile."""
+    return front_works(beat) and beat.phase not in _COMPILING
 
 
 _WORKING = (Phase.PREFILL, Phase.DECODE, Phase.WARMING)

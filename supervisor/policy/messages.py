@@ -334,9 +334,13 @@ class Send:
 
 @dataclass(frozen=True)
 class Examine:
-    """Look at the engine's process now, and say what is seen: `Examined`."""
+    """Look at the process of the engine's step loop now, and say what is seen: `Examined`.
+
+    ``front``: look at the server in front of it instead.
+    """
 
     engine: str
+    front: bool = False
 
 
 @dataclass(frozen=True)

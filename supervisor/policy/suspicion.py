@@ -107,6 +107,8 @@ def patience_s(finding: Finding, why: Explanation, ceiling_s: float) -> float:
     """Return how long a finding may last, in the light of the looks, before it is a verdict."""
     if why is Explanation.STARVED:
         return max(ceiling_s, finding.bound_s)
+    if why is Explanation.RUNNING and finding.kind is Kind.FRONT:
+        return max(ceiling_s, finding.bound_s)  # a template, a tokenizer: nothing says how long one prompt takes
     if why is Explanation.RUNNING and finding.kind is Kind.SILENT:
         return max(min(_GIL_BOUNDS * finding.bound_s, ceiling_s), finding.bound_s)
     return finding.bound_s

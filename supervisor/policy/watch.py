@@ -88,7 +88,7 @@ class Watch(Standing, ABC):
         suspicion = engine.suspicion
         if suspicion is None or suspicion.kind is not finding.kind:
             engine.suspicion = Suspicion(now_s, finding.kind, now_s)
-            self._do(m.Examine(engine.id))
+            self._do(m.Examine(engine.id, front=finding.kind is Kind.FRONT))
             self._at(now_s + CONFIRM_S)
             return
         if suspicion.asked_s is not None:
@@ -104,7 +104,7 @@ class Watch(Standing, ABC):
         why = suspicion.explain()
         enough_s = patience_s(finding, why, self.settings_of(engine).hang.ceiling_s)
         if suspicion.looked and finding.for_s >= enough_s:
-            # A step that stands still is told by a beat of after the suspicion: the step may have ended since the last one.
+            # A step (or a server) that stands still is told by a beat of after the suspicion: it may have gone on since the last one.
             if finding.kind is Kind.SILENT or beat.sent_s >= suspicion.since_s:
                 self._condemn_hung(engine, finding, why, now_s)
             else:
@@ -114,7 +114,7 @@ class Watch(Standing, ABC):
             self._at(now_s + max(enough_s - finding.for_s, LOOK_AGAIN_S))
             return
         suspicion.asked_s = now_s
-        self._do(m.Examine(engine.id))
+        self._do(m.Examine(engine.id, front=finding.kind is Kind.FRONT))
         self._at(now_s + UNANSWERED_S)
 
     def _condemn_hung(self, engine: EngineRecord, finding: Finding, why: Explanation, now_s: float) -> None:
@@ -122,6 +122,9 @@ class Watch(Standing, ABC):
         assert beat is not None
         if finding.kind is Kind.STUCK:
             engine.sign_s = engine.vitals.progress_s
+        elif finding.kind is Kind.FRONT:
+            engine.sign_s = beat.front_s
+            engine.evidence["server"] = f"the API server (pid {engine.pid}) had {beat.front_open} requests"
         engine.evidence |= {
             "phase": beat.phase.value,
             f"{finding.kind.value}_s": round(finding.for_s, 3),

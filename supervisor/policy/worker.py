@@ -8,6 +8,7 @@ from __future__ import annotations
 from shadowsup.supervisor.policy import ladder, severity
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.adoption import CUT_SHORT, picture
+from shadowsup.supervisor.policy.detector import hurries
 from shadowsup.supervisor.policy.model import (
     LATE_S,
     PLANNED,
@@ -40,10 +41,13 @@ class WorkerPolicy(Upkeep):
         engine = self.engines.get(beat.engine)
         if engine is None:
             return []
-        first = engine.vitals.beat is None
-        moved = engine.parked and engine.vitals.beat is not None and engine.vitals.beat.kv_set != beat.kv_set
-        self.history_of(engine).note(beat, engine.vitals.beat)
+        last = engine.vitals.beat
+        first = last is None
+        moved = engine.parked and last is not None and last.kv_set != beat.kv_set
+        self.history_of(engine).note(beat, last)
         engine.vitals.note(beat, now_s)
+        if last is not None and hurries(beat) and not hurries(last) and not engine.dying and engine.stop is None:
+            self.deadline_s = min(self.deadline_s, self._hang_due_s(engine, now_s))  # what it may take now is less than when that was set
         if beat.step > 0 and beat.epoch > 0:
             engine.committed = True
         if beat.epoch > 0 and beat.epoch == engine.epoch:

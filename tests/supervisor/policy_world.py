@@ -35,6 +35,10 @@ class Body:
     ran: float = 0.0
     waits: float = 0.0
     """Of each second: how much of it its threads run, and wait for a processor."""
+    front_stopped: bool = False
+    front_ran: float = 0.0
+    front_waits: float = 0.0
+    """Likewise, of the server in front."""
 
 
 @dataclass
@@ -253,11 +257,14 @@ class World:
                     assert not [b for b in owners if b.kv_set == self.bodies[name].kv_set], "fenced while a former owner lives"
                 case m.Signal(engine=name):
                     self._end(name, -15)
-                case m.Examine(engine=name):
+                case m.Examine(engine=name, front=front):
                     self.examined.append(name)
                     body = self.bodies.get(name)
                     if body is not None:
-                        look = Look(at_s=self.now_s, stopped=body.stopped, ran_s=body.ran * self.now_s, waited_s=body.waits * self.now_s)
+                        stopped, ran, waits = body.stopped, body.ran, body.waits
+                        if front:
+                            stopped, ran, waits = body.front_stopped, body.front_ran, body.front_waits
+                        look = Look(at_s=self.now_s, stopped=stopped, ran_s=ran * self.now_s, waited_s=waits * self.now_s)
                         self._later.append(m.Examined(name, look))
                 case m.KillTree(engine=name):
                     if name in self.bodies:

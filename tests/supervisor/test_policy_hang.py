@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from typing import Any
 
 import pytest
 from policy_world import World
@@ -30,6 +32,8 @@ class Node(World):
         self.noise = random.Random(7)
         self.stalled_since_s = 0.0
         self.util: float | None = None
+        self.fronts: dict[str, tuple[float, int]] = {}
+        """Engine with a server in front → when its loop stood still (``inf``: it turns), and its requests."""
 
     def live(self, seconds: float) -> None:
         """Let time pass."""
@@ -47,14 +51,18 @@ class Node(World):
 
     def _beat(self, engine: str) -> None:
         body = self.bodies[engine]
+        front: dict[str, Any] = {}
+        if engine in self.fronts:
+            stands_s, open_ = self.fronts[engine]
+            front = {"front_s": min(stands_s, self.now_s - 0.05 * self.noise.random()), "front_open": open_}
         if body.state is EngineState.PARKED:
-            self.beat(engine, phase=Phase.PARKED)
+            self.beat(engine, phase=Phase.PARKED, **front)
         elif body.state is not EngineState.ACTIVE:
-            self.beat(engine)
+            self.beat(engine, **front)
         elif body.inflight == 0:
-            self.beat(engine, phase=Phase.IDLE)
+            self.beat(engine, phase=Phase.IDLE, **front)
         elif engine in self.stuck:
-            self.beat(engine, phase=self.phase, since_s=self.stuck[engine], step_tokens=self.tokens)
+            self.beat(engine, phase=self.phase, since_s=self.stuck[engine], step_tokens=self.tokens, **front)
         else:
             gap_s = self.gap_s * self.noise.uniform(0.7, 1.4)
             body.step += 1
@@ -67,6 +75,7 @@ class Node(World):
                 gap_tokens=self.tokens,
                 step_tokens=self.tokens,
                 stalled_since_s=self.stalled_since_s,
+                **front,
             )
 
     def until_dead(self, engine: str, bound_s: float = 60.0) -> float:
@@ -104,6 +113,18 @@ def test_a_stopped_engine_is_seen_within_a_second_while_it_decodes() -> None:
         assert (evidence["phase"], evidence["process"], evidence["exit"]) == ("decode", "the process is stopped", "signal 9")
 
 
+def test_an_engine_that_has_work_now_is_not_waited_for_as_long_as_an_idle_one() -> None:
+    w = node(busy=False)
+    w.fronts = {"chat.1": (math.inf, 0)}
+    w.live(3.0)
+    w._beat("chat.1")
+    w.policy.handle(m.Tick(), w.now_s)
+    assert w.policy.deadline_s > w.now_s + 1.5
+    w.bodies["chat.1"].inflight = 4
+    w._beat("chat.1")
+    assert w.policy.deadline_s <= w.now_s + 0.8
+
+
 def test_a_step_that_does_not_end_is_seen_within_a_second_though_the_heart_beats() -> None:
     for asleep in (0.0, 1.0):
         w = node()
@@ -112,6 +133,64 @@ def test_a_step_that_does_not_end_is_seen_within_a_second_though_the_heart_beats
         assert 0.75 <= w.until_dead("chat.1") <= 1.25
         assert "no step finished" in w.recoveries[-1].cause
         assert w.recoveries[-1].detect_ms == pytest.approx(1000, abs=260), "since the last step, not since the last beat"
+
+
+def fronted(*, inflight: int, waiting: int) -> Node:
+    """A node whose engines have a server in front. ``waiting``: requests that only the server knows."""
+    w = node(busy=False)
+    w.bodies["chat.1"].inflight = inflight
+    w.fronts = {"chat.1": (math.inf, inflight + waiting), "chat.2": (math.inf, 0)}
+    w.live(5.0)
+    assert w.announced("engine.verdict") == []
+    return w
+
+
+@pytest.mark.parametrize(
+    ("inflight", "waiting", "engine", "soonest_s", "latest_s"),
+    [(4, 0, "chat.1", 0.7, 1.2), (0, 2, "chat.1", 0.7, 1.2), (0, 0, "chat.1", 2.0, 2.8), (4, 0, "chat.2", 3.5, 4.4)],
+    ids=["serving", "taking in", "idle", "parked"],
+)
+def test_a_server_in_front_that_stands_still_is_seen_though_the_engine_beats(
+    inflight: int, waiting: int, engine: str, soonest_s: float, latest_s: float
+) -> None:
+    for stopped in (True, False):
+        w = fronted(inflight=inflight, waiting=waiting)
+        w.fronts[engine] = (w.now_s, w.fronts[engine][1])
+        w.bodies[engine].front_stopped = stopped
+        assert soonest_s <= w.until_dead(engine) <= latest_s
+        [verdict] = w.announced("engine.verdict")
+        assert "its API server has not turned its event loop" in verdict.message
+        fault = Fault.STOPPED if stopped else Fault.HANG
+        assert verdict.data is not None and verdict.data["fault"] == fault.value
+
+
+def test_a_server_in_front_that_computes_may_take_as_long_as_the_ceiling() -> None:
+    """One prompt's template, one long tokenization: its loop stands still, and it is well."""
+    w = fronted(inflight=4, waiting=1)
+    w.fronts["chat.1"] = (w.now_s, 5)
+    w.bodies["chat.1"].front_ran = 1.0
+    w.live(25.0)
+    assert w.announced("engine.verdict") == []
+    w.fronts["chat.1"] = (math.inf, 5)
+    w.live(2.0)
+    w.fronts["chat.1"] = (w.now_s, 5)
+    assert 29.0 <= w.until_dead("chat.1") <= 31.0, "and no longer"
+
+
+def test_a_server_in_front_that_gets_no_processor_is_let_be() -> None:
+    w = fronted(inflight=4, waiting=1)
+    w.fronts["chat.1"] = (w.now_s, 5)
+    w.bodies["chat.1"].front_waits = 1.0
+    w.live(15.0)
+    assert w.announced("engine.verdict") == []
+
+
+def test_an_engine_that_is_silent_is_told_as_such_whatever_its_server_does() -> None:
+    w = fronted(inflight=4, waiting=1)
+    w.silent.add("chat.1")
+    w.fronts["chat.1"] = (w.now_s, 5)
+    assert 0.55 <= w.until_dead("chat.1") <= 1.05
+    assert "no heartbeat" in w.recoveries[-1].cause
 
 
 def test_the_threshold_follows_the_steps_that_were_seen() -> None:

@@ -25,6 +25,9 @@ SCHEDULER_CLS = "shadowsup.workers.vllm.scheduler.create"
 UNI_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Worker and scheduler in EngineCore's process. By its full name, because a CPU build takes ``uni`` for ``mp``."""
 
+MIDDLEWARE = "shadowsup.workers.vllm.turns.Counted"
+"""Counts the requests that the API server has."""
+
 UNUSED_FRACTION = "0.01"
 """``--gpu-memory-utilization``: vLLM refuses to start where less than this is free, and takes nothing from it once the KV's size is
 given."""
@@ -54,6 +57,7 @@ def command_line(
         "worker_cls": WORKER_CLS,
         "scheduler_cls": SCHEDULER_CLS,
         "distributed_executor_backend": UNI_EXECUTOR,
+        "middleware": MIDDLEWARE,
     }
     return [*words(own), *words(args)]
 

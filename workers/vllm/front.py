@@ -6,6 +6,7 @@ writes the memory.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 from shadowsup.wire.engine import EngineSpec, EngineState, Failed, Phase
 from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.heartbeat import Heart, Vitals
+from shadowsup.workers.vllm import turns
 from shadowsup.workers.vllm.arguments import ENVIRONMENT
 
 HANDOVER_S = 0.02
@@ -38,6 +40,7 @@ class Front:
     def __init__(self, spec: EngineSpec, close_lifeline: Callable[[], None]) -> None:
         self._spec = spec
         self._close_lifeline = close_lifeline
+        self._turns = turns.share()
         self._heart: Heart | None = Heart(
             engine=spec.engine,
             endpoint=spec.beat_endpoint,
@@ -61,8 +64,12 @@ class Front:
             time.sleep(HANDOVER_S)
 
     def forked(self) -> None:
-        """EngineCore has the lifeline; its end must be seen."""
+        """EngineCore has the lifeline; its end must be seen. From now on EngineCore's beats tell whether this process's loop turns."""
         self._close_lifeline()
+        try:
+            self._turns.begin(asyncio.get_running_loop())
+        except RuntimeError:
+            log.warning("vLLM does not start its EngineCore from its event loop: whether that turns is not watched")
 
 
 def begin(front: Front) -> None:

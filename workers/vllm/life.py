@@ -20,6 +20,7 @@ from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
 from shadowsup.workers.errors import ExitCode
 from shadowsup.workers.life import FOLLOW_S, IDLE_S, Life
+from shadowsup.workers.vllm import turns
 
 if TYPE_CHECKING:
     from shadowsup.memkeeper.protocol import Fingerprint
@@ -47,6 +48,7 @@ class EngineLife(Life):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
+        self._heart.front = turns.turns.read if turns.turns is not None else None
         self.resumed = 0
         self.weight_bytes = 0
         self.weight_marks: tuple[tuple[str, str], ...] = ()
