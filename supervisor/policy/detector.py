@@ -150,8 +150,8 @@ class History:
 
 
 class Kind(enum.Enum):
-    """SILENT: no beat comes. STUCK: beats come, and all of them tell of the same step. FRONT: beats come, and say that the loop of the server
-    in front does not turn."""
+    """SILENT: no beat comes. STUCK: beats come, and all of them tell of the same step. FRONT: beats come, and say that the loop
+    of the server in front does not turn."""
 
     SILENT = "silent"
     STUCK = "stuck"

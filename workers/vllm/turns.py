@@ -1,7 +1,7 @@
 """Does the API server's event loop turn? A page that it shares with EngineCore, whose beats tell (`Beat.front_s`).
 
-An answered ``/health`` would prove less (uvicorn may answer while a request's task is stuck) and cost a connection each time. The loop itself
-writes when it last turned, so a server that is stopped, or whose loop is held by something, is seen as such though EngineCore beats on.
+An answered ``/health`` would prove no more, and cost a connection each time. The loop itself writes when it last turned, so a server that
+is stopped, or whose loop is held by something, is seen as such though EngineCore beats on.
 
 The page also counts the requests that the server has, so that one that is stopped over a prompt which EngineCore has not seen yet is
 looked at as one with work. They are counted by an ASGI middleware, which is an option of vLLM's (``--middleware``; 0.26, 0.32).
