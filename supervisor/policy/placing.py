@@ -10,6 +10,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import works
 from shadowsup.supervisor.policy.model import EngineRecord, WorkerSettings
 from shadowsup.supervisor.policy.severity import Decision
+from shadowsup.supervisor.policy.standing import GpuKey
 from shadowsup.supervisor.policy.watch import Watch
 from shadowsup.wire.engine import Death
 from shadowsup.wire.faults import Fault
@@ -35,9 +36,10 @@ class Placing(Watch, ABC):
         """An engine was condemned for a fault that is known: what of its memory and its device is still to be trusted?"""
         decision = severity.of(engine.fault).decision
         gpus = self.gpus_of(engine)
-        if gpus and any(uuid in gpus and now_s - at_s <= NEAR_S for uuid, at_s in self._doubted.items()) and decision is Decision.KEEP:
+        if decision is Decision.KEEP and self._in_doubt(gpus, now_s):
             decision = Decision.RELOAD
         if decision is Decision.RELOAD and gpus:
+            self._answer_doubts(gpus)
             while self._reloads and self._reloads[0] < now_s - self.settings.window_s:
                 self._reloads.popleft()
             self._reloads.append(now_s)
@@ -54,6 +56,25 @@ class Placing(Watch, ABC):
         elif decision is Decision.QUARANTINE:
             # Not by the engine's name alone: that reason ends with its process, and what its device has does not.
             self._quarantine(f"{engine.fault.value} of {engine.id}", gpus, severity.of(engine.fault).text, now_s)
+
+    def _in_doubt(self, gpus: tuple[str, ...], now_s: float) -> bool:
+        """Say whether one of these has told of an error in its memory that nothing was done about yet."""
+        said = any(uuid in gpus and now_s - at_s <= NEAR_S for uuid, at_s in self._doubted.items())
+        return said or any(key[0] in gpus for key in self._memory_warnings())
+
+    def _memory_warnings(self) -> set[GpuKey]:
+        """Return the warnings, not answered yet, after which neither blocks nor weights are to be trusted."""
+        return {
+            key
+            for key, (_, notice) in self._warnings.items()
+            if key not in self._handled and severity.of_notice(notice).decision is Decision.RELOAD
+        }
+
+    def _answer_doubts(self, gpus: tuple[str, ...]) -> None:
+        """What the memory of these holds is given up: what they said of it until now is dealt with."""
+        self._handled |= {key for key in self._memory_warnings() if key[0] in gpus}
+        for uuid in gpus:
+            self._doubted.pop(uuid, None)
 
     def _quarantine(self, by: str, gpus: tuple[str, ...], why: str, now_s: float) -> None:
         """Nothing may use these devices any more, on the whole node. What of us is there is ended."""
@@ -94,7 +115,12 @@ class Placing(Watch, ABC):
             self._quarantine(name, (notice.uuid,), why, now_s)
             return
         if found.decision is Decision.RELOAD:
+            if self._verify and notice.uuid in self.gpus:
+                return  # that is what the engine before died of; the next one makes sure of its weights
             self._doubted[notice.uuid] = now_s
+            if key in self._handled:  # it has happened again, to what was sound since
+                self._handled.discard(key)
+                del self._warnings[key]
         if key not in self._warnings:
             self._warnings[key] = (notice.since_s or now_s, notice)
 
@@ -118,7 +144,8 @@ class Placing(Watch, ABC):
             self._at(due_s)
             return
         spare = self._spare_for({key[0] for key in mine}) is not None
-        if not spare and not any(e.parked for e in self.engines.values()):
+        doubted = not spare and not self._memory_warnings().isdisjoint(mine)
+        if not spare and not doubted and not any(e.parked for e in self.engines.values()):
             if self.paused_s is not None:
                 self._resume("there is nobody to hand over to")  # who was there is gone: what waits may wait for ever
             return  # go on as long as it goes
@@ -132,8 +159,12 @@ class Placing(Watch, ABC):
         if not quiet and now_s < self.paused_s + FINISH_S:
             self._at(min(self.paused_s + FINISH_S, now_s + 0.2))
             return
-        self._handled |= set(mine)
         self._planned_why = "planned hand-over: its GPU is in trouble"
+        if doubted:
+            # Shadows have mapped the same weights, so nobody who is there may take over: `_draw_conclusions`, once the active is gone.
+            self._release(active, now_s)
+            return
+        self._handled |= set(mine)
         if spare:
             self._move({key[0] for key in mine}, now_s)
         self._release(active, now_s)

@@ -356,6 +356,8 @@ class WorkerPolicy(Upkeep):
             # The very first promotion failed: no service was lost, only a start.
             self.succession.vacate()
             return
+        if engine.stop is not None and self.gpus_of(engine) == self.gpus:
+            self._draw_conclusions(engine, now_s)  # an order to go says nothing of the memory that is left
         self.succession.vacate()
         if pending is not None:
             pending.recovery.epoch = self.epoch  # the same failover, one rung further

@@ -422,3 +422,119 @@ def test_a_lost_gpu_stays_out_of_use_when_the_process_that_was_stuck_on_it_ends_
     held = {a.engine for a in w.actions if isinstance(a, m.Quarantine)}
     ended = {a.engine for a in w.actions if isinstance(a, m.Unquarantine)}
     assert held - ended, "its process was one reason, the device is the other"
+
+
+# --- memory that is in doubt, and nobody died -------------------------------------------------------------------------------------
+
+
+def quiet(w: World, engine: str) -> None:
+    """Until the pause of admission is over, with nothing in flight."""
+    w.advance(2.2)
+    w.beat(engine, phase=Phase.IDLE)
+    w.advance(0.3)
+
+
+def test_a_memory_error_that_ended_nobody_costs_kv_and_weights_all_the_same() -> None:
+    w = world()
+    w.serve()
+    w.tell(xid(94, text="contained"))
+    quiet(w, "chat.1")
+    assert w.sent(Release) == [m.Send("chat.1", Release())], "its requests ended in order"
+    assert "chat.2" not in w.bodies, "it has mapped the same weights"
+    assert w.spawns[-1].engine == "chat.3" and w.spawns[-1].verify
+    w.park("chat.3")
+    assert w.promotions[-1] == ("chat.3", Promote(epoch=2, keep_kv=False, fenced=True))
+    w.promoted("chat.3")
+    w.first_token("chat.3")
+    assert w.policy.paused_s is None
+    assert w.recoveries[-1].decision == Decision.RELOAD
+    w.park(w.spawns[-1].engine)
+    for _ in range(20):
+        w.advance(1.0)
+        w.beat("chat.3", phase=Phase.IDLE)
+        w.beat("chat.4", phase=Phase.PARKED)
+    assert len(w.sent(Release)) == 1, "once for each error"
+
+
+def test_memory_in_doubt_is_left_also_where_nobody_could_take_over() -> None:
+    w = world(shadows=0)
+    w.serve()
+    w.tell(xid(94))
+    quiet(w, "chat.1")
+    assert w.spawns[-1].engine == "chat.2" and w.spawns[-1].verify
+    w.park("chat.2")
+    assert w.promotions[-1][1].keep_kv is False
+
+
+def test_an_operators_hand_over_does_not_save_memory_that_is_in_doubt() -> None:
+    w = world()
+    w.serve()
+    w.tell(xid(94))
+    w.tell(m.FailOver())
+    assert "chat.2" not in w.bodies
+    w.park("chat.3")
+    assert w.spawns[-1].verify and w.promotions[-1] == ("chat.3", Promote(epoch=2, keep_kv=False, fenced=True))
+
+
+def test_a_death_while_requests_are_let_finish_does_not_save_it_either() -> None:
+    w = world()
+    w.serve()
+    w.bodies["chat.1"].inflight = 1
+    w.tell(xid(94))
+    for step in range(75):
+        w.beat("chat.1", phase=Phase.DECODE, step=step)
+        w.beat("chat.2", phase=Phase.PARKED)
+        w.advance(0.2)
+    w.die("chat.1")
+    w.park("chat.3")
+    assert w.spawns[-1].verify and w.promotions[-1][1].keep_kv is False
+
+
+def test_an_engine_that_does_not_leave_in_time_leaves_no_more_than_others() -> None:
+    w = world(obeys=False)
+    w.serve()
+    w.tell(xid(94))
+    quiet(w, "chat.1")
+    w.advance(33.0)
+    assert m.KillTree("chat.1") in w.actions
+    w.gone("chat.2")
+    w.freeze("chat.1")
+    w.gone("chat.1")
+    w.park(w.spawns[-1].engine)
+    assert w.spawns[-1].verify and w.promotions[-1][1].keep_kv is False
+
+
+def test_the_driver_telling_late_what_an_engine_died_of_costs_nothing_twice() -> None:
+    w = world()
+    w.serve()
+    fail(w, "chat.1", Fault.CUDA_CONTAINED)
+    w.tell(xid(94))
+    w.park("chat.3")
+    w.promoted("chat.3")
+    w.first_token("chat.3")
+    w.park("chat.4")
+    quiet(w, "chat.3")
+    assert w.sent(Release) == [] and w.policy.paused_s is None
+
+
+def test_memory_errors_that_come_again_are_answered_again_and_end_in_a_quarantine() -> None:
+    w = world(shadows=0, spares=(B,), gpus=(A,))
+    w.tell(m.GpuWarned(GpuNotice(uuid=B, kind=GpuTrouble.ECC, text="busy")))  # nowhere to go
+    w.serve()
+    for _ in range(2):
+        active = w.policy.active
+        assert active is not None
+        w.tell(xid(94))
+        quiet(w, active.id)
+        newest = w.spawns[-1].engine
+        assert newest != active.id
+        w.park(newest)
+        w.promoted(newest)
+        w.first_token(newest)
+    w.tell(m.GpuCleared(B))
+    active = w.policy.active
+    assert active is not None
+    w.tell(m.GpuWarned(GpuNotice(uuid=B, kind=GpuTrouble.ECC, text="busy")))
+    w.tell(xid(94))
+    quiet(w, active.id)
+    assert A in w.policy.quarantined
