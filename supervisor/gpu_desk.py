@@ -59,9 +59,19 @@ class GpuDesk:
 
     def forgive(self) -> None:
         """An operator says that they are well again: forget what failed, but not who still holds one."""
-        holders = {engine for owner in self._workers.values() for engine in owner.policy.engines}
-        for by in {by for reasons in self._quarantine.values() for by in reasons} - holders:
+        for by in {by for reasons in self._quarantine.values() for by in reasons} - self._holders():
             self.release(by)
+
+    def held(self) -> tuple[tuple[str, str], ...]:
+        """Return (GPU, why) of those that a process keeps out of use which cannot be ended."""
+        holders, found = self._holders(), []
+        for uuid, reasons in self._quarantine.items():
+            if mine := [why for by, why in reasons.items() if by in holders]:
+                found.append((uuid, "; ".join(mine)))
+        return tuple(found)
+
+    def _holders(self) -> set[str]:
+        return {engine for owner in self._workers.values() for engine in owner.policy.engines}
 
     def saw(self, readings: Sequence[GpuReading]) -> None:
         """Remember what each device had when it was seen first."""

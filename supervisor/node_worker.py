@@ -298,6 +298,7 @@ class WorkerOwner:
                 process = self.engines.pop(engine, None)
                 if process is not None:
                     process.discard()
+                self._node.release(engine)  # whichever GPU it held
             case m.Announce():
                 self._announce(action)
             case m.Record():

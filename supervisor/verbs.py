@@ -36,7 +36,7 @@ def table(node: Node) -> dict[str, Verb]:
         if node.stopping:
             raise SupervisorError(f"node {node.config.node.name} is stopping", "start it again when it has stopped")
         node.desk.forgive()  # the operator says that what failed is well again
-        owner.wish(m.RestartWorker())
+        owner.wish(m.RestartWorker(held=node.desk.held()))
         return _taken(owner, "is being restarted: every engine is replaced")
 
     def drain(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.adoption import DIED_ALONE
 from shadowsup.supervisor.policy.command_rolling import CommandRolling
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, How, WorkerSettings, WorkerState, exit_text
+from shadowsup.supervisor.policy.placing import restart_refused
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.rollout import RollOut
 from shadowsup.wire.engine import EngineState, Role
@@ -84,6 +85,8 @@ class CommandPolicy(CommandRolling):
         name = self.settings.name
         if isinstance(event, m.FailOver):
             return f"worker {name} is a command: it has no shadow to hand over to", "use restart"
+        if isinstance(event, m.RestartWorker) and not (held := dict(event.held)).keys().isdisjoint(self.settings.gpus):
+            return restart_refused(name, held, self.settings.gpus)
         if isinstance(event, m.RestartWorker) and self.rollout is not None and self.rollout.open:
             return f"worker {name} is being given new settings ({self.rollout.stage.value})", "wait until shadowsup reload is done"
         if isinstance(event, m.Drill) and (event.engine not in self.engines or self.engines[event.engine].pid is None):
@@ -99,8 +102,9 @@ class CommandPolicy(CommandRolling):
             case m.RunWorker():
                 self._forgive()
                 self.desired = Desired.RUN
-            case m.RestartWorker():
+            case m.RestartWorker(held=held):
                 self._forgive()
+                self.quarantined = {uuid for uuid, _ in held}
                 self.desired = Desired.RUN
                 self._restart = bool(self.engines)
             case m.StopWorker(hurry=hurry):
@@ -166,8 +170,6 @@ class CommandPolicy(CommandRolling):
 
     def _forgive(self) -> None:
         self.down_reason = self.last_failure = ""
-        if not any(e.state is EngineState.QUARANTINED for e in self.engines.values()):
-            self.quarantined.clear()  # the operator says that it is well again
         self._book.reset()
 
     def _spawn_failed(self, event: m.SpawnFailed, now_s: float) -> None:

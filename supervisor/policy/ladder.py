@@ -74,5 +74,6 @@ def _bury(engine: EngineRecord, settings: WorkerSettings, now_s: float) -> tuple
         engine.state = EngineState.QUARANTINED
         text = f"{engine.id} is still there {KILL_BOUND_S:g} s after SIGKILL (stuck in the kernel)"
         actions.append(Announce("engine.quarantined", text, "error", engine.id))
-        actions.append(Quarantine(engine.id, settings.gpus if engine.gpus is None else engine.gpus))
+        why = f"{engine.id}, a process that cannot be killed, holds it"
+        actions.append(Quarantine(engine.id, settings.gpus if engine.gpus is None else engine.gpus, why))
     return actions, engine.kill_again_s

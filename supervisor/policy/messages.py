@@ -185,7 +185,12 @@ class DrainWorker:
 
 @dataclass(frozen=True)
 class RestartWorker:
-    """Replace every engine, through shadows where there are some."""
+    """Replace every engine, through shadows where there are some. The operator says that GPUs which have failed are well again.
+
+    ``held``: (GPU, why) of those that a process holds which cannot be ended. No word makes these free.
+    """
+
+    held: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

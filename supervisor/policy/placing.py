@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shadowsup.supervisor.policy import ladder, severity
 from shadowsup.supervisor.policy import messages as m
@@ -174,6 +174,13 @@ class Placing(Watch, ABC):
         why = why or ("" if self._warnings else "the warning is over")
         self._do(m.Announce("worker.resumed", f"{self.settings.name} admits requests again{': ' if why else ''}{why}"))
 
+    def refusal(self, event: m.WorkerEvent) -> tuple[str, str] | None:
+        """As `Standing.refusal`; a restart needs a device that it may use."""
+        held = dict(event.held) if isinstance(event, m.RestartWorker) else {}
+        if not held.keys().isdisjoint(self.gpus) and self._spare_for(held, out_of_use=held) is None:
+            return restart_refused(self.settings.name, held, self.gpus)
+        return super().refusal(event)
+
     # --- where to ---------------------------------------------------------------------------------------------------------------
 
     @property
@@ -197,9 +204,12 @@ class Placing(Watch, ABC):
         """Say whether it is, and there is nowhere to go."""
         return self._blocked() and self._spare_for(self.quarantined) is None
 
-    def _spare_for(self, bad: Iterable[str]) -> dict[str, str] | None:
-        """Return configured GPU → spare for each place that is on a bad device; None: there are not enough."""
-        avoided = set(bad) | self.quarantined | {key[0] for key in self._warnings}
+    def _spare_for(self, bad: Iterable[str], *, out_of_use: Iterable[str] | None = None) -> dict[str, str] | None:
+        """Return configured GPU → spare for each place that is on a bad device; None: there are not enough.
+
+        ``out_of_use``: what is quarantined; None: what is so now.
+        """
+        avoided = set(bad) | set(self.quarantined if out_of_use is None else out_of_use) | {key[0] for key in self._warnings}
         free = [
             uuid
             for uuid in self.settings.spares
@@ -259,3 +269,10 @@ class Placing(Watch, ABC):
 
     @abstractmethod
     def _release(self, active: EngineRecord, now_s: float) -> None: ...
+
+
+def restart_refused(worker: str, held: Mapping[str, str], gpus: Iterable[str]) -> tuple[str, str]:
+    """Return why a restart would start nothing. ``held``: GPU → why, of those that a process holds; ``gpus``: the worker's."""
+    words = "; ".join(f"GPU {uuid}: {held[uuid]}" for uuid in gpus if uuid in held)
+    hint = "it is in use again, and the worker runs, once that process has ended; where it never does, the machine must be rebooted"
+    return f"worker {worker} cannot be restarted, its GPU is quarantined: {words}", hint

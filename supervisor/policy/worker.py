@@ -162,7 +162,7 @@ class WorkerPolicy(Upkeep):
         """Take a wish of the operator."""
         match event:
             case m.RunWorker():
-                self._forgive()
+                self._forgive_failures()
                 self.desired = Desired.RUN
             case m.StopWorker(hurry=hurry):
                 self.desired = Desired.STOP
@@ -170,20 +170,16 @@ class WorkerPolicy(Upkeep):
                     ladder.skip(self.engines.values(), self.settings, now_s)
             case m.DrainWorker():
                 self.desired = Desired.DRAIN
-            case m.RestartWorker():
-                self._forgive()
+            case m.RestartWorker(held=held):
+                self._forgive_failures()
+                self.quarantined_why = dict(held)
+                self.quarantined = set(self.quarantined_why)
                 self.desired = Desired.RUN
                 for engine in self.engines.values():
                     engine.stale = True
             case m.FailOver():
                 if self.refusal(event) is None and self.active is not None:
                     self._release(self.active, now_s)
-
-    def _forgive(self) -> None:
-        self._forgive_failures()
-        if not any(e.state is EngineState.QUARANTINED for e in self.engines.values()):
-            self.quarantined.clear()  # the operator says that it is well again
-            self.quarantined_why.clear()
 
     def _released(self, gpus: frozenset[str]) -> None:
         """What kept these out of use is over. A worker that is down for nothing else runs again."""

@@ -52,7 +52,9 @@ def test_an_operator_forgives_errors_but_no_process_that_still_holds_a_gpu(tmp_p
     owner.policy.engines = {"chat.1": object()}
     made.quarantine((A,), "chat.1", "stuck")
     made.quarantine((B,), "xid 48", "DBE")
+    made.quarantine((A,), "xid 48", "DBE")
     made.forgive()
+    assert made.held() == ((A, "stuck"),)
     assert [gpu["state"] for gpu in made.gpus] == ["quarantined", "ok"]
     journal.close()
 

@@ -54,7 +54,7 @@ def test_p06_nothing_is_started_onto_a_gpu_that_its_old_tree_still_holds() -> No
     p.handle(m.Ready(engine, "http://a"), 1.0)
     p.handle(m.Died(engine, -9, frozen=True), 100.0)
     actions = p.handle(m.Tick(), 111.0)
-    assert m.Quarantine(engine, ("GPU-1",)) in actions
+    assert m.Quarantine(engine, ("GPU-1",), f"{engine}, a process that cannot be killed, holds it") in actions
     assert not any(isinstance(a, m.Spawn) for a in actions)
     assert p.state is WorkerState.DOWN
     assert "GPU-1 is quarantined" in p.reason
@@ -73,6 +73,11 @@ def test_p06_a_gpu_that_another_worker_lost_is_not_used_either() -> None:
     p.handle(m.Died(engine, -9, frozen=True), 100.0)
     assert not any(isinstance(a, m.Spawn) for a in p.handle(m.Gone(engine, -9), 100.1))
     assert p.state is WorkerState.DOWN
+    held = (("GPU-1", "other.3 holds it"),)
+    refused = p.refusal(m.RestartWorker(held))
+    assert refused is not None and "other.3 holds it" in refused[0]
+    assert not any(isinstance(a, m.Spawn) for a in p.handle(m.RestartWorker(held), 101.0))
+    assert any(isinstance(a, m.Spawn) for a in p.handle(m.RestartWorker(), 102.0)), "it has failed, and is well again"
 
 
 def test_p11_it_backs_off_and_goes_down_with_its_last_output() -> None:

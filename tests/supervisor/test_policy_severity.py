@@ -255,6 +255,18 @@ def test_a_lost_gpu_is_quarantined_and_the_worker_moves_to_its_spare() -> None:
     assert w.spawns[-1].gpus == (C,)
 
 
+def test_a_worker_with_a_spare_is_restarted_there_while_another_ones_process_holds_its_gpu() -> None:
+    w = world(shadows=0, spares=(B,))
+    w.tell(m.GpusQuarantined(frozenset({A, B}), "other.1 holds it"))
+    w.run()
+    assert w.policy.state is WorkerState.DOWN
+    assert w.policy.refusal(m.RestartWorker(((A, "other.1 holds it"), (B, "other.1 holds it")))) is not None
+    order = m.RestartWorker(((A, "other.1 holds it"),))
+    assert w.policy.refusal(order) is None
+    w.tell(order)
+    assert w.spawns[-1].gpus == (B,)
+
+
 def test_two_workers_never_move_to_one_spare() -> None:
     one, other = world(spares=(B,)), world(spares=(B, C))
     other.policy.settings.__dict__["name"] = "chat"

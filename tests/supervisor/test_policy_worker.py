@@ -613,7 +613,7 @@ def test_p06_nothing_is_started_or_promoted_onto_a_quarantined_gpu() -> None:
     w.serve()
     w.tell(m.Died("chat.1"))
     w.advance(11.0)
-    assert m.Quarantine("chat.1", ("GPU-1",)) in w.actions
+    assert m.Quarantine("chat.1", ("GPU-1",), "chat.1, a process that cannot be killed, holds it") in w.actions
     other = world(shadows=1, gpus=("GPU-1",))
     other.serve()
     other.tell(m.GpusQuarantined(frozenset({"GPU-1"})))
@@ -623,6 +623,12 @@ def test_p06_nothing_is_started_or_promoted_onto_a_quarantined_gpu() -> None:
     assert (len(other.promotions), len(other.spawns)) == (promotions, spawns)
     assert other.policy.state is WorkerState.DOWN
     assert "GPU-1 is quarantined" in other.policy.reason
+    held = (("GPU-1", "chat.1 holds it"),)
+    refused = other.policy.refusal(m.RestartWorker(held))
+    assert refused is not None and "GPU GPU-1: chat.1 holds it" in refused[0] and "rebooted" in refused[1]
+    other.tell(m.RestartWorker(held))
+    assert len(other.spawns) == spawns, "no word of an operator ends the process of another worker"
+    assert "chat.1 holds it" in other.policy.reason
     other.tell(m.RestartWorker())
     assert len(other.spawns) == spawns + 1, "the operator says that it is well again"
 
