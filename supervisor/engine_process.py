@@ -22,6 +22,7 @@ from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.cgroup import Cgroup, NodeCgroup
 from shadowsup.supervisor.devices import environment
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.inner_end import InnerEnd
 from shadowsup.supervisor.nursery_client import NurseryClient
 from shadowsup.supervisor.oom import OomCounter
 from shadowsup.supervisor.paths import NodePaths, write_private
@@ -111,6 +112,8 @@ class EngineProcess:
         self._tether: Tether | None = None
         self._front: Tether | None = None
         """Of the first process, where that is a server in front."""
+        self._inner = InnerEnd() if launch.front else None
+        """Of the process behind that server."""
         self._frozen = False
         self._nice = False
         self._group: Path | None = None
@@ -200,7 +203,7 @@ class EngineProcess:
         if self._tether is not None:
             self._tether.watch(child.pid, self._main_thread_died, self._left_memory)
         if self._front is not None:
-            self._front.watch(child.pid, self._main_thread_died, lambda: None)
+            self._front.watch(child.pid, self._front_died, lambda: None)
 
     async def _start(self, how: How, nursery: NurseryClient | None) -> Child:
         launch, host = self._launch, self._host
@@ -295,6 +298,8 @@ class EngineProcess:
         for tether in (self._tether, self._front):
             if tether is not None:
                 tether.over()
+        if self._inner is not None:
+            self._inner.close()
         self._entry = None
         if self._child is not None:
             self._host.registry.forget(self._child.identity)
@@ -303,6 +308,14 @@ class EngineProcess:
     # --- the end ----------------------------------------------------------------------------------------------------------------
 
     def _main_thread_died(self) -> None:
+        if self._inner is not None and self._tether is not None:
+            self._inner.died(self._tether.owner)
+        if not self._frozen:
+            self._tell(m.Died(self.id))
+
+    def _front_died(self) -> None:
+        if self._inner is not None:
+            self._inner.outer_died()
         if not self._frozen:
             self._tell(m.Died(self.id))
 
@@ -352,11 +365,14 @@ class EngineProcess:
         self._frozen = True
         output = await self._last_words(child)
         kills = tree.cgroup.oom_kills() if tree.cgroup is not None else None
+        status = child.returncode
+        if self._inner is not None and self._inner.first and (inner := self._inner.status()) is not None:
+            status = inner
         if kills is not None:
             oom = kills > 0
         else:  # what counts memory is a group that it shares with others
-            oom = child.returncode in (-signal.SIGKILL, None) and self._host.oom.struck(self._group)
-        self._tell(m.Gone(self.id, child.returncode, output, oom=oom))
+            oom = status in (-signal.SIGKILL, None) and self._host.oom.struck(self._group)
+        self._tell(m.Gone(self.id, status, output, oom=oom))
         # After the fence only, and not on its way: files in /dev/shm that no living process uses.
         removed = await asyncio.to_thread(unlink_shm, killed.shm)
         if removed:

@@ -42,6 +42,8 @@ class Tether:
         self._mutex = RobustMutex(str(path), create=not made)
         self._over = threading.Event()
         self._watched = False
+        self.owner = 0
+        """Who held the other end when it died; 0: nobody has died."""
 
     def watch(self, pid: int, died: Callable[[], None], frozen: Callable[[], None]) -> None:
         """Have ``died`` and then ``frozen`` called on the running loop. Neither comes when the engine ends without having taken its end.
@@ -65,8 +67,9 @@ class Tether:
                         return
                     pause_s = min(2 * pause_s, MOST_LOOK_S)
                 if self._mutex.wait_for_death():
+                    self.owner = self._mutex.owner or pid
                     tell(died)
-                    if left_its_memory(self._mutex.owner or pid, FREEZE_FOR_S):
+                    if left_its_memory(self.owner, FREEZE_FOR_S):
                         tell(frozen)
             finally:
                 self._mutex.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from shadowsup.supervisor.gateway.errors import ApiError, unavailable
+from shadowsup.supervisor.gateway.held_turn import Line, Turn
 from shadowsup.supervisor.gateway.stream import RETRY_FIRST_S, RETRY_MOST_S
 from shadowsup.supervisor.gateway.worker import NO_HOPE, Counts
 from shadowsup.wire.engine import WorkerRoute
@@ -57,12 +58,13 @@ class HeldWorker:
         """Requests that wait for an engine."""
         self.ended: ApiError | None = None
         """Why no request of this worker will be answered any more."""
-        self.suspects = asyncio.Lock()
-        """Held by the one suspect whose turn it is (`shadowsup.supervisor.gateway.held_turn`)."""
+        self.line = Line(self.counts, self._tell)
+        """Of requests that engines may have died of."""
         self._tries: set[Try] = set()
         self._changed = asyncio.Event()
         self._lost: Target | None = None
         self._broke: tuple[Target | None, float] = (None, 0.0)
+        self.line.learn(route.epoch, route.deaths)
 
     @property
     def name(self) -> str:
@@ -90,6 +92,7 @@ class HeldWorker:
     def rerouted(self, route: WorkerRoute) -> None:
         """Take the worker's new row of the routing table. What an engine of another epoch still says is nobody's."""
         self.route = route
+        self.line.learn(route.epoch, route.deaths)
         target = self.target
         for each in [each for each in self._tries if each.target != target]:
             each.drop()
@@ -210,8 +213,23 @@ class Patience:
     def gives_up_at_s(self, worker: HeldWorker) -> float:
         return self._since_s + worker.route.give_up_after_s
 
-    def look_again_at_s(self, worker: HeldWorker) -> float:
-        """When `may_try` may say something else without a change of the routing table."""
+    def may_go(self, worker: HeldWorker, turn: Turn, now: float) -> Target | None:
+        """Return the engine that the request with ``turn`` is to be sent to now; None: wait.
+
+        Raises:
+            ApiError: there is no hope, it has waited too long, or it ends engines.
+        """
+        if worker.ended is None and worker.target is not None and worker.line.holds(turn, now):
+            return None  # by our own doing: no reason to give up
+        target = self.may_try(worker, now)
+        if target is not None:
+            worker.line.goes(turn, target.epoch, now)
+        return target
+
+    def look_again_at_s(self, worker: HeldWorker, turn: Turn, now: float) -> float:
+        """When `may_go` may say something else without a change of the routing table."""
+        if worker.target is not None and worker.line.holds(turn, now):
+            return worker.line.look_again_at_s(now)
         if self._held_back(worker):
             return float("inf")
         at = self.gives_up_at_s(worker)

@@ -29,7 +29,7 @@ from shadowsup.supervisor.gateway.held import HeldWorker, Patience, Target
 from shadowsup.supervisor.gateway.held_plain import AnsweredError, EngineError, check_event, tokens_in
 from shadowsup.supervisor.gateway.held_request import Asked
 from shadowsup.supervisor.gateway.held_servers import Asking, Servers
-from shadowsup.supervisor.gateway.held_turn import Turn
+from shadowsup.supervisor.gateway.held_turn import LONG_ENOUGH_S, Turn
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import headers_back
 from shadowsup.supervisor.gateway.sse import EventSplitter
@@ -82,7 +82,7 @@ class HeldProxy:
         except _ClientLeft:
             raise ConnectionResetError from None
         finally:
-            run.turn.leave()
+            run.leave()
             worker.inflight -= 1
 
 
@@ -103,7 +103,8 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._patience = Patience(self._heard_s)
-        self.turn = Turn(worker.suspects)
+        self.turn = Turn(record.id)
+        self._lived: asyncio.TimerHandle | None = None
         self._interrupted_s: float | None = None
         self._last_token_s: float | None = None
         self._last_epoch = -1
@@ -115,8 +116,6 @@ class _Run:
 
     async def to_the_end(self) -> web.StreamResponse:
         while True:
-            if self.turn.suspect:
-                await self._until(self.turn.take(), self._patience.gives_up_at_s(self._worker), "waiting for the engine")
             target = await self._engine()
             self._patience.tried(target)
             try:
@@ -133,7 +132,7 @@ class _Run:
                 self._worker.counts.missteps += 1
                 raise self._unreplayable(f"its successor told another answer: {misstep}") from None
             except aiohttp.ClientConnectorError:
-                self._patience.refused("its engine does not answer", self._loop.time())
+                self._returned("its engine does not answer")
             except _CUT_OFF as error:
                 self._lost(target, f"its engine broke off ({type(error).__name__})")
                 self._patience.refused("its engine broke off", self._loop.time())
@@ -143,17 +142,18 @@ class _Run:
     async def _engine(self) -> Target:
         """Wait for an engine to ask."""
         worker, patience = self._worker, self._patience
-        target = patience.may_try(worker, self._loop.time())
+        target = patience.may_go(worker, self.turn, self._loop.time())
         if target is not None:
             return target
         worker.held += 1
         try:
             while True:
                 change = worker.change()
-                target = patience.may_try(worker, self._loop.time())
+                target = patience.may_go(worker, self.turn, self._loop.time())
                 if target is not None:
                     return target
-                await self._until(change.wait(), patience.look_again_at_s(worker), "waiting for the engine")
+                again_s = patience.look_again_at_s(worker, self.turn, self._loop.time())
+                await self._until(change.wait(), again_s, "waiting for the engine")
         finally:
             worker.held -= 1
 
@@ -198,7 +198,8 @@ class _Run:
         asking = self._loop.create_task(self._owner.servers.ask(session, target.upstream, self._http, body, self._record.id))
         this = Asking(target, asking)
         self._worker.began(this)
-        self.turn.sent()
+        if self._follows is None:  # of what is not followed no token is seen
+            self._lived = self._loop.call_later(LONG_ENOUGH_S, lambda: self._worker.line.lived(self.turn, self._loop.time()))
         try:
             while not asking.done():
                 await asyncio.wait({asking}, timeout=self._owner.keepalive_s if self._streams else None)
@@ -213,6 +214,8 @@ class _Run:
                 return await self._whole(answer)
             return await (self._streamed(answer) if self._follows is None else self._followed(answer, self._follows))
         finally:
+            if self._lived is not None:
+                self._lived.cancel()
             self._worker.over(this)
             this.drop()  # an engine whose client left stops generating
             with contextlib.suppress(asyncio.CancelledError, *_CUT_OFF):
@@ -260,11 +263,19 @@ class _Run:
     def _accuse(self, target: Target) -> None:
         """An engine ended, or failed, with this request in it."""
         now = self._loop.time()
-        self.turn.engine_lost(now, inside=self._worker.broke(target, self.turn.sent_s, now))
-        if self.turn.guilty:
-            self._worker.counts.gave_up += 1
-            message = f"{self.turn.lost} engines of worker {self._worker.name} in a row ended when they got this request"
-            raise ApiError(500, f"{message}: it is given to no other", code="engine_killer")
+        if self._worker.broke(target, self.turn.sent_s, now):
+            self._worker.line.lost(self.turn, now)
+        else:
+            self._worker.line.returned(self.turn)  # it found the engine dead
+
+    def _returned(self, why: str) -> None:
+        """The engine did not take it."""
+        self._worker.line.returned(self.turn)
+        self._patience.refused(why, self._loop.time())
+
+    def leave(self) -> None:
+        """It is over, one way or another."""
+        self._worker.line.left(self.turn)
 
     def _unreplayable(self, why: str) -> ApiError:
         self._worker.counts.unreplayable += 1
@@ -280,6 +291,8 @@ class _Run:
         self._worker.counts.refusals += 1
         if error.status == 500:
             self._accuse(target)
+        else:
+            self._worker.line.returned(self.turn)
         if self._begun:
             self._patience.refused(said.told, self._loop.time())
         else:
@@ -388,7 +401,7 @@ class _Run:
             self._worker.counts.gaps.observe((now - self._last_token_s) / new, new)
         self._last_token_s = now
         self._patience.progress(now)
-        self.turn.progress()
+        self._worker.line.progress(self.turn, new, now)
         if self._interrupted_s is not None and self._worker.resumed is not None:
             self._worker.resumed(now - self._interrupted_s)
         self._interrupted_s = None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from shadowsup.supervisor.gateway.errors import ApiError
-from shadowsup.supervisor.gateway.stream import Stream
 from shadowsup.wire.engine import Death
 
 DEATHS = 2
@@ -21,6 +21,19 @@ BEYOND_TOKENS = 3
 """So many more than at the deaths, alone, acquit: the step that killed has been passed."""
 UNKNOWN_S = 2.0
 """The cause of a death is known when the process is gone. One that is not known by then counts as nobody's fault."""
+
+
+class Suspect(Protocol):
+    """A request, as far as it matters here. ``epoch``: of the engine that it was given to last."""
+
+    rid: str
+    epoch: int
+
+    @property
+    def output_tokens(self) -> int: ...
+
+
+S = TypeVar("S", bound=Suspect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +47,16 @@ class _Loss:
 
 
 @dataclass(slots=True)
-class Sorted:
+class Sorted(Generic[S]):
     """What may be done with held streams. ``until_s``: a cause is awaited that long, and everybody with it; None: nothing is."""
 
-    go: list[Stream] = field(default_factory=list)
-    alone: Stream | None = None
-    convicted: list[Stream] = field(default_factory=list)
+    go: list[S] = field(default_factory=list)
+    alone: S | None = None
+    convicted: list[S] = field(default_factory=list)
     until_s: float | None = None
 
 
-class Suspects:
+class Suspects(Generic[S]):
     """Of one worker. ``trial``: request id of the stream that has the engine for itself."""
 
     def __init__(self) -> None:
@@ -59,45 +72,54 @@ class Suspects:
         self._told_epoch = epoch
         self._deaths = {death.epoch: death for death in deaths}
 
-    def lost(self, stream: Stream, now: float) -> None:
+    @property
+    def harmless(self) -> bool:
+        """Whether no death that is known was of an engine's own making: then nobody is suspected, and nobody waits."""
+        return not any(death.own for death in self._deaths.values())
+
+    def lost(self, stream: S, now: float) -> None:
         """The engine of a stream that it had is gone."""
         alone = self.trial == stream.rid
         if alone:
             self.trial = None
         losses = self._losses.setdefault(stream.rid, [])
         if all(loss.epoch != stream.epoch for loss in losses):
-            losses.append(_Loss(stream.epoch, len(stream.output_ids), now, alone))
+            losses.append(_Loss(stream.epoch, stream.output_tokens, now, alone))
 
-    def submitted(self, stream: Stream, epoch: int) -> None:
+    def submitted(self, stream: S, epoch: int) -> None:
         """A stream goes to the engine of ``epoch``: if it had lost just that one, only a link had broken."""
         if losses := self._losses.get(stream.rid):
             losses[:] = [loss for loss in losses if loss.epoch != epoch]
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: S) -> None:
         """It has ended, in whatever way."""
         self._losses.pop(stream.rid, None)
         self._acquitted.pop(stream.rid, None)
         if self.trial == stream.rid:
             self.trial = None
 
-    def acquits(self, stream: Stream, now: float) -> bool:
+    def acquits(self, stream: S, now: float) -> bool:
         """A token of the stream that is tried has come. Returns whether its trial is over."""
         if self.trial != stream.rid or stream.rid in self._acquitted:
             return False  # once acquitted wrongly, it is tried to its end
-        if len(stream.output_ids) < max((loss.tokens for loss in self._losses.get(stream.rid, ())), default=0) + BEYOND_TOKENS:
+        if stream.output_tokens < max((loss.tokens for loss in self._losses.get(stream.rid, ())), default=0) + BEYOND_TOKENS:
             return False
-        self.trial = None
-        self._acquitted[stream.rid] = self._own(stream, now)
+        self.acquit(stream, now)
         return True
 
-    def suspected(self, streams: Iterable[Stream], now: float) -> bool:
+    def acquit(self, stream: S, now: float) -> None:
+        """The one that is tried has shown that it ends no engine."""
+        self.trial = None
+        self._acquitted[stream.rid] = self._own(stream, now)
+
+    def suspected(self, streams: Iterable[S], now: float) -> bool:
         """Say whether one of ``streams`` is to be tried."""
         return any(self._to_be_tried(stream, now) for stream in streams)
 
-    def sort(self, held: Iterable[Stream], now: float) -> Sorted:
+    def sort(self, held: Iterable[S], now: float) -> Sorted[S]:
         """Say who of those that wait for an engine may go to the one that serves."""
-        found = Sorted()
-        accused: list[Stream] = []
+        found: Sorted[S] = Sorted()
+        accused: list[S] = []
         for stream in held:
             losses = self._losses.get(stream.rid)
             if losses is None:
@@ -121,7 +143,7 @@ class Suspects:
             found.go.clear()
         return found
 
-    def error(self, stream: Stream) -> ApiError:
+    def error(self, stream: S) -> ApiError:
         """Return what the client of a convicted request is told."""
         losses = self._losses.get(stream.rid, ())
         died = [(self._deaths[loss.epoch], loss.alone) for loss in losses if loss.epoch in self._deaths]
@@ -140,10 +162,10 @@ class Suspects:
         own = death.own if death is not None else (False if loss.epoch < self._told_epoch else None)
         return False if own is None and now >= loss.at_s + UNKNOWN_S else own
 
-    def _own(self, stream: Stream, now: float) -> int:
+    def _own(self, stream: S, now: float) -> int:
         return sum(1 for loss in self._losses.get(stream.rid, ()) if self._cause(loss, now))
 
-    def _to_be_tried(self, stream: Stream, now: float) -> bool:
+    def _to_be_tried(self, stream: S, now: float) -> bool:
         if stream.rid not in self._losses:
             return False
         own = self._own(stream, now)

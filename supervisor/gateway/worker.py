@@ -85,7 +85,7 @@ class Worker:
         """By wire id, in order of arrival: the streams an engine has."""
         self._held: dict[str, Stream] = {}
         """By request id, in the order in which they go to the next engine."""
-        self._suspects = Suspects()
+        self._suspects: Suspects[Stream] = Suspects()
         self._now_s = 0.0
         """When anything was last told."""
         self._staged: dict[str, set[str]] = {}

@@ -375,7 +375,7 @@ class WorkerPolicy(Upkeep):
         engine = self.engines.get(event.engine)
         if engine is None:
             return
-        engine.exit = engine.exit or exit_text(event.status)
+        engine.exit = exit_text(event.status) or engine.exit
         self._condemn(engine, "stopped" if engine.stop is not None else "engine process died", now_s)
         self._frozen(engine, now_s)
         if engine.exit:

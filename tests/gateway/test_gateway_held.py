@@ -15,7 +15,7 @@ from gateway.stub_vllm import PROMPT, TEXT, TOOL, StubVllm, unpacked
 
 from shadowsup.supervisor.gateway import held_http
 from shadowsup.supervisor.gateway.held_request import OBSTACLES
-from shadowsup.wire.engine import WorkerRoute
+from shadowsup.wire.engine import Death, WorkerRoute
 
 STREAM = CHAT | {"stream": True}
 FULL = STREAM | {
@@ -534,6 +534,7 @@ async def test_a_draining_gateway_and_a_removed_worker_fail_their_requests_clear
 @pytest.mark.parametrize("body", [STREAM, CHAT], ids=["streamed", "whole"])
 async def test_a_request_that_ends_every_engine_is_found_and_takes_no_other_with_it(node: Node, body: dict[str, Any]) -> None:
     engines = [await StubVllm(node.folder, number).start() for number in range(10, 20)]
+    deaths: tuple[Death, ...] = ()
     try:
         await node.supervisor.route(row(None, 0))
         poison = node.post(body, headers={"X-Poison": "1"})
@@ -542,20 +543,77 @@ async def test_a_request_that_ends_every_engine_is_found_and_takes_no_other_with
         for epoch, engine in enumerate(engines, 1):
             if epoch > 2:
                 engine.spared.set()
-            await node.supervisor.route(row(engine, epoch))
+            await node.supervisor.route(row(engine, epoch, deaths=deaths))
             while not (engine.dead or poison.done()):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             if poison.done():
                 break
-            await node.supervisor.route(row(None, epoch))
-        assert sum(engine.dead for engine in engines) == 5
-        engines[-1].spared.set()
-        await node.supervisor.route(row(engines[-1], 100))
+            deaths += (Death(epoch=epoch, engine=f"chat.{epoch}", fault="segv", own=True),)
+            await node.supervisor.route(row(None, epoch, deaths=deaths))
+        assert sum(engine.dead for engine in engines) == 3, "two beside others, one alone"
         response = await poison
-        assert response.status == 500 and (await response.json())["error"]["code"] == "engine_killer"
+        error = (await response.json())["error"]
+        assert response.status == 500 and error["code"] == "request_ends_engines" and "chat.3 (segv) while it ran alone" in error["message"]
         assert response.headers["x-should-retry"] == "false"
         for other in others:
             assert (await (await other).read()).endswith(b"data: [DONE]\n\n")
+    finally:
+        for engine in engines:
+            await engine.stop()
+
+
+@pytest.mark.parametrize("body", [STREAM, CHAT], ids=["streamed", "whole"])
+async def test_a_request_whose_engines_are_killed_from_outside_is_served_in_the_end(node: Node, body: dict[str, Any]) -> None:
+    engines = [await StubVllm(node.folder, number).start() for number in range(10, 18)]
+    deaths: tuple[Death, ...] = ()
+    try:
+        await node.supervisor.route(row(None, 0))
+        requests = [node.post(body, headers={"X-Slow": "1"}) for _ in range(3)]
+        await held(node, 3)
+        for epoch, engine in enumerate(engines, 1):
+            await node.supervisor.route(row(engine, epoch, deaths=deaths))
+            if engine is engines[-1]:
+                engine.spared.set()
+                break
+            while len(engine.headers) < 3:  # all of them at once, none alone  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            engine.die()
+            deaths += (Death(epoch=epoch, engine=f"chat.{epoch}", fault="killed", own=False),)
+            await node.supervisor.route(row(None, epoch, deaths=deaths))
+            await held(node, 3)
+        for request in requests:
+            response = await request
+            assert response.status == 200 and await response.read()
+    finally:
+        for engine in engines:
+            await engine.stop()
+
+
+async def test_a_suspect_whose_tokens_are_not_seen_is_let_go_when_its_engine_has_lived_with_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_http, "LONG_ENOUGH_S", 0.1)
+    engines = [await StubVllm(node.folder, number).start() for number in range(10, 13)]
+    deaths = tuple(Death(epoch=epoch, engine=f"chat.{epoch}", fault="segv", own=True) for epoch in (1, 2))
+    try:
+        await node.supervisor.route(row(None, 0))
+        requests = [node.post(CHAT, headers={"X-Slow": "1"}) for _ in range(2)]
+        await held(node, 2)
+        for epoch, engine in enumerate(engines[:2], 1):
+            await node.supervisor.route(row(engine, epoch, deaths=deaths[: epoch - 1]))
+            while len(engine.headers) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            engine.die()
+            await node.supervisor.route(row(None, epoch, deaths=deaths[:epoch]))
+            await held(node, 2)
+        await node.supervisor.route(row(engines[2], 3, deaths=deaths))
+        while not engines[2].headers:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await node.supervisor.beat(lambda beat: beat.streams_held == 1)
+        while len(engines[2].headers) < 2:  # the first one has no answer yet  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        engines[2].spared.set()
+        assert [(await request).status for request in requests] == [200, 200]
     finally:
         for engine in engines:
             await engine.stop()

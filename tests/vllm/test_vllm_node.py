@@ -81,11 +81,13 @@ async def check_successor(node: Node, answers: list[list[int]], before: str) -> 
     return recovery
 
 
-async def test_a_killed_engine_core_is_followed_by_the_shadow(node: Node, answers: list[list[int]]) -> None:
+@pytest.mark.parametrize(("number", "fault"), [(signal.SIGKILL, "killed"), (signal.SIGSEGV, "segfault")])
+async def test_a_killed_engine_core_is_followed_by_the_shadow(node: Node, answers: list[list[int]], number: int, fault: str) -> None:
     active = await engine_of(node, "active")
     core = core_of(active["pid"])
-    core.kill()
+    core.send_signal(number)
     recovery = await check_successor(node, answers, active["id"])
+    assert (recovery["fault"], recovery["evidence"]["exit"]) == (fault, f"signal {number}")
     assert recovery["kind"] == "shadow"
     assert recovery["detect_ms"] < 3000
     assert over(core)
