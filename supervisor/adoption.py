@@ -154,6 +154,7 @@ class Adoption:
             desired=_desired(mark),
             cold_start_s=mark.cold_start_s or None,
             upstream=upstream,
+            past=mark.past,
         )
 
     def _engine(self, entry: Entry) -> m.FoundEngine:
@@ -238,7 +239,7 @@ def ledger_facts(vault: Vault | None, worker: str) -> tuple[int, int, str]:
 def facts_of_memory(worker: str, mark: Mark, vault: Vault) -> m.Adopt:
     """Return what is known of a worker of which nothing is left but its memory."""
     epoch, _, kv_set = ledger_facts(vault, worker)
-    return m.Adopt(seq=mark.seq, epoch=max(epoch, mark.epoch), kv_set=kv_set, cold_start_s=mark.cold_start_s or None)
+    return m.Adopt(seq=mark.seq, epoch=max(epoch, mark.epoch), kv_set=kv_set, cold_start_s=mark.cold_start_s or None, past=mark.past)
 
 
 async def take_over(node: Node, found: Adoption) -> None:

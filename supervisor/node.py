@@ -51,7 +51,6 @@ from shadowsup.supervisor.part_process import Part, PartHost
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import NurseryState
-from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import SCHEMA
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Mark, Registry
@@ -159,7 +158,7 @@ class Node:
         reading = Reading(control=paths.control_ro, events=paths.events_ro, group=config.node.gid) if config.node.gid is not None else None
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self), reading=reading)
         self.journal.publish = self._published
-        self.desk = GpuDesk(self.gpus, self.workers, self.journal)
+        self.desk = GpuDesk(self.gpus, self.workers, self.journal, self.registry)
         self.reloads = Reloader(self, config_text)
         self._tally = Tally()
         self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery
@@ -262,6 +261,8 @@ class Node:
             plans = replan.replan(config, self.paths, self.host.scribe, found.record)
         self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
         self.desk.gpus = self.gpus
+        if found is not None:
+            self.desk.resume({entry.engine for entry in found.entries if entry.what == "engine"})
         self.plans = plans
         if self.gpus and found is None:
             await self._name_gpu_holders()
@@ -336,8 +337,7 @@ class Node:
     def own(self, plan: node_setup.WorkerPlan, part: NurseryPart | None) -> WorkerOwner:
         """Return the owner of a worker that is new here. Nothing of it is started."""
         policy = plan.policy(_nursery_state(part))
-        if isinstance(policy, WorkerPolicy):
-            policy.spares_taken = self.desk.spares
+        self.desk.introduce(policy)
         owner = self.workers[plan.name] = WorkerOwner(plan.name, self, policy, plan.recipe, part)
         return owner
 

@@ -266,7 +266,9 @@ class WorkerOwner:
                     process.note(ending=ending.value)
                 except SupervisorError as error:
                     log.warning("%s", error)
-        registry.set_mark(self.name, Mark(seq=policy.last_seq, epoch=policy.epoch, desired=desired, cold_start_s=cold_start_s))
+        registry.set_mark(
+            self.name, Mark(seq=policy.last_seq, epoch=policy.epoch, desired=desired, cold_start_s=cold_start_s, past=policy.past)
+        )
 
     def _do(self, action: m.WorkerAction) -> None:
         match action:

@@ -16,6 +16,7 @@ import msgspec
 from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
+from shadowsup.supervisor.policy.past import Past
 
 SCHEMA = 1
 
@@ -52,12 +53,25 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     desired: str = "run"
     """What the operator wants: ``run | drain | stop``."""
     cold_start_s: float = 0.0
+    past: Past = Past()
+    """What it has been through; void after another boot."""
+
+
+class OutOfUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A reason for which nothing is started on a GPU. ``by``: its name; the engine's that cannot be ended, if ``process``."""
+
+    gpu: str
+    by: str
+    why: str
+    process: bool = False
 
 
 class _File(msgspec.Struct, kw_only=True):
     schema: int
     processes: list[Entry]
     workers: dict[str, Mark] = {}
+    out_of_use: list[OutOfUse] = []
+    boot_id: str = ""
 
 
 class Registry:
@@ -67,6 +81,7 @@ class Registry:
         self._path = path
         self._entries: dict[Identity, Entry] = {}
         self._workers: dict[str, Mark] = {}
+        self._out_of_use: tuple[OutOfUse, ...] = ()
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -116,6 +131,21 @@ class Registry:
         except SupervisorError as error:
             log.warning("%s", error)
 
+    @property
+    def out_of_use(self) -> tuple[OutOfUse, ...]:
+        """Why which GPUs are quarantined."""
+        return self._out_of_use
+
+    def set_out_of_use(self, reasons: tuple[OutOfUse, ...]) -> None:
+        """Record them, in place of what was recorded. Never raises, as `set_mark`."""
+        if self._out_of_use == reasons:
+            return
+        self._out_of_use = reasons
+        try:
+            self._write()
+        except SupervisorError as error:
+            log.warning("%s", error)
+
     def leftovers(self) -> tuple[Entry, ...]:
         """Read the file an earlier supervisor left and return, and keep, the entries whose process still runs.
 
@@ -156,11 +186,23 @@ class Registry:
         for entry in found.processes:
             if entry.identity.boot_id == ids.boot_id():
                 self._entries.setdefault(entry.identity, entry)
-        self._workers = found.workers | self._workers
+        marks = found.workers
+        if found.boot_id == ids.boot_id():
+            self._out_of_use = self._out_of_use or tuple(found.out_of_use)
+        else:  # its times are of another clock, and a GPU that has been reset since is another matter
+            marks = {name: msgspec.structs.replace(mark, past=Past()) for name, mark in marks.items()}
+        self._workers = marks | self._workers
         return self.entries
 
     def _write(self) -> None:
-        data = msgspec.json.format(msgspec.json.encode(_File(schema=SCHEMA, processes=list(self._entries.values()), workers=self._workers)))
+        content = _File(
+            schema=SCHEMA,
+            processes=list(self._entries.values()),
+            workers=self._workers,
+            out_of_use=list(self._out_of_use),
+            boot_id=ids.boot_id(),
+        )
+        data = msgspec.json.format(msgspec.json.encode(content))
         temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             # Mode at creation: a moment with wider permissions would be one moment too many.

@@ -97,6 +97,8 @@ def _cut(data: Any, path: Path) -> bool:
         return True
     at = data
     for position, part in enumerate(path[:-1]):
+        if isinstance(at, dict) and part not in at:
+            return True  # the list that it was in went with another of its items
         following = at[part]
         if position > 0 and isinstance(following, list):
             at.pop(part)  # an item cannot go without moving the others

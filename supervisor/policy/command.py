@@ -7,6 +7,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.adoption import DIED_ALONE
 from shadowsup.supervisor.policy.command_rolling import CommandRolling
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, How, WorkerSettings, WorkerState, exit_text
+from shadowsup.supervisor.policy.past import Past
 from shadowsup.supervisor.policy.placing import restart_refused
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.rollout import RollOut
@@ -31,6 +32,10 @@ class CommandPolicy(CommandRolling):
         self.deadline_s = float("inf")
         self._book = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._next_seq = 1
+        self._down_by_quarantine = False
+        self.quarantined_why: dict[str, str] = {}
+        self.spares_taken: dict[str, str] = {}
+        """Shared by the workers of a node; it takes none."""
         self._current: str | None = None
         self._served_once = False
         self._restart = False
@@ -43,6 +48,12 @@ class CommandPolicy(CommandRolling):
     def last_seq(self) -> int:
         """The K of ``NAME.K`` that was given last; 0: none."""
         return self._next_seq - 1
+
+    @property
+    def past(self) -> Past:
+        """What another supervisor must know to judge as this one would."""
+        down = "" if self._down_by_quarantine else self.down_reason
+        return Past(service=self._book.state, down=down, last_failure=self.last_failure)
 
     @property
     def active(self) -> EngineRecord | None:
@@ -104,7 +115,8 @@ class CommandPolicy(CommandRolling):
                 self.desired = Desired.RUN
             case m.RestartWorker(held=held):
                 self._forgive()
-                self.quarantined = {uuid for uuid, _ in held}
+                self.quarantined_why = dict(held)
+                self.quarantined = set(self.quarantined_why)
                 self.desired = Desired.RUN
                 self._restart = bool(self.engines)
             case m.StopWorker(hurry=hurry):
@@ -125,10 +137,15 @@ class CommandPolicy(CommandRolling):
                 self._ended(self.engines.get(name), status, now_s)
             case m.Gone():
                 self._gone(event, now_s)
-            case m.GpusQuarantined(gpus=gpus):
+            case m.GpusQuarantined(gpus=gpus, why=why):
                 self.quarantined |= gpus
+                self.quarantined_why |= {uuid: self.quarantined_why.get(uuid, why) for uuid in gpus}
             case m.GpusReleased(gpus=gpus):
                 self.quarantined -= gpus
+                for uuid in gpus:
+                    self.quarantined_why.pop(uuid, None)
+                if self._down_by_quarantine and self.quarantined.isdisjoint(self.settings.gpus):
+                    self._forgive()
             case m.Drill(engine=name, signal=number):
                 if name in self.engines:
                     self.engines[name].excused = True
@@ -145,6 +162,9 @@ class CommandPolicy(CommandRolling):
         self.desired, self.epoch, self.cold_start_s = found.desired, found.epoch, found.cold_start_s
         self._served_once = found.epoch > 0
         self._next_seq = max(self._next_seq, 1 + max([found.seq, *(engine.seq for engine in found.engines)]))
+        if found.past is not None:
+            self._book.resume(found.past.service)
+            self.down_reason, self.last_failure = found.past.down, found.past.last_failure
         living: list[EngineRecord] = []
         for each in sorted(found.engines, key=lambda each: each.seq):
             record = EngineRecord(id=each.id, seq=each.seq, how=each.how, spawned_s=each.spawned_s, refill=False, kv_set=0, pid=each.pid)
@@ -170,6 +190,7 @@ class CommandPolicy(CommandRolling):
 
     def _forgive(self) -> None:
         self.down_reason = self.last_failure = ""
+        self._down_by_quarantine = False
         self._book.reset()
 
     def _spawn_failed(self, event: m.SpawnFailed, now_s: float) -> None:
@@ -264,7 +285,9 @@ class CommandPolicy(CommandRolling):
         if any(e.state is not EngineState.QUARANTINED for e in self.engines.values()):
             return
         if stuck := sorted(self.quarantined & set(self.settings.gpus)):
-            self.down_reason = f"GPU {', '.join(stuck)} is quarantined: a process that cannot be killed holds it"
+            why = self.quarantined_why.get(stuck[0], "a process that cannot be killed holds it")
+            self.down_reason = f"GPU {', '.join(stuck)} is quarantined: {why}"
+            self._down_by_quarantine = True
             return
         if self._book.exhausted(now_s):
             limit = f"gave up after {self.settings.max_failures} restarts within {self.settings.window_s:g} s"

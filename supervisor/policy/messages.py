@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shadowsup.supervisor.policy.model import Desired, Ending, How, NurseryState, WorkerSettings
 from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.protocol import Recovery
 from shadowsup.wire.engine import Beat, Canaried, Canary, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
+
+if TYPE_CHECKING:
+    from shadowsup.supervisor.policy.past import Past
 
 # --- events: what happened ------------------------------------------------------------------------------------------------------
 
@@ -242,6 +245,8 @@ class Adopt:
     desired: Desired = Desired.RUN
     cold_start_s: float | None = None
     upstream: str = ""
+    past: Past | None = None
+    """What it has been through; None: nothing is known of that."""
 
 
 @dataclass(frozen=True)

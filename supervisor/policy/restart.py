@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 
 class NextStart(NamedTuple):
     """A start that waits. ``what``: for people; ``when_s``: monotonic, may be past; ``failures``: in a row, that it waits for."""
@@ -13,6 +15,14 @@ class NextStart(NamedTuple):
     what: str
     when_s: float
     failures: int
+
+
+class BookState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a `RestartBook` has counted. Times are monotonic."""
+
+    failures: tuple[float, ...] = ()
+    in_a_row: int = 0
+    not_before_s: float = 0.0
 
 
 class RestartBook:
@@ -37,6 +47,16 @@ class RestartBook:
         self._backoff_s = tuple(backoff_s) or (0.0,)
         self._max = max_failures
         self._window_s = window_s
+
+    @property
+    def state(self) -> BookState:
+        """What was counted; empty once everything was forgotten."""
+        return BookState(tuple(self._failures), self._in_a_row, self.not_before_s) if self._in_a_row or self._failures else BookState()
+
+    def resume(self, state: BookState) -> None:
+        """Go on where another has counted."""
+        self._failures = deque(state.failures)
+        self._in_a_row, self.not_before_s = state.in_a_row, state.not_before_s
 
     @property
     def in_a_row(self) -> int:

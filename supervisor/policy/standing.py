@@ -8,6 +8,7 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import History
 from shadowsup.supervisor.policy.gpus import GpuLoads
 from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
+from shadowsup.supervisor.policy.past import Past
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.rollout import RollOut
 from shadowsup.supervisor.policy.succession import Succession
@@ -78,6 +79,38 @@ class Standing:
         self.rollout: RollOut | None = None
         """The newest roll-out of new settings, running or ended."""
         self._tidy_due = False
+
+    # --- from one supervisor to the next ----------------------------------------------------------------------------------------
+
+    @property
+    def past(self) -> Past:
+        """What another supervisor must know to judge as this one would."""
+        return Past(
+            service=self._service.state,
+            shadow=self._shadow.state,
+            down="" if self._down_by_quarantine else self.down_reason,
+            last_failure=self.last_failure,
+            shadow_reason=self.shadow_reason,
+            deaths=tuple(self._deaths),
+            reloads=tuple(self._reloads),
+            distrusted=self.succession.distrusted,
+            verify=self._verify,
+            xids=tuple(n for key, (_, n) in self._warnings.items() if key[1] is m.GpuTrouble.XID and key not in self._handled),
+            moved=tuple(self.moved.items()),
+        )
+
+    def _remember(self, past: Past, now_s: float) -> None:
+        """Go on with what another supervisor has noted."""
+        self._service.resume(past.service)
+        self._shadow.resume(past.shadow)
+        self.down_reason, self.last_failure, self.shadow_reason = past.down, past.last_failure, past.shadow_reason
+        self._deaths.extend(past.deaths)
+        self._reloads.extend(past.reloads)
+        self._verify = past.verify
+        if past.distrusted:
+            self.succession.distrust()
+        for notice in past.xids:
+            self._warnings[notice.uuid, notice.kind, notice.number] = (notice.since_s or now_s, notice)
 
     # --- what is seen from outside ----------------------------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ class Succession:
         """What is in the set in use may be wrong: the next owner takes a fresh one."""
         self._distrusted = True
 
+    @property
+    def distrusted(self) -> bool:
+        return self._distrusted
+
     def kv_set_of_newcomer(self) -> int:
         return self._kv_set if self._kv_known else -1
 

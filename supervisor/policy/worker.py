@@ -134,9 +134,13 @@ class WorkerPolicy(Upkeep):
             engine.gpus = engine.gpus or self.settings.gpus
         # Who serves is where the worker is, else who was started last: what an earlier one left may be all that is not on the spare.
         last = sorted(self.engines.values(), key=lambda e: (e.id == self.succession.active, e.seq), reverse=True)
-        moved = next((e.gpus for e in last if e.gpus and len(e.gpus) == len(self.settings.gpus)), ())
+        before = dict(found.past.moved) if found.past is not None else {}
+        there = tuple(before.get(uuid, uuid) for uuid in self.settings.gpus)
+        moved = next((e.gpus for e in last if e.gpus and len(e.gpus) == len(self.settings.gpus)), there)
         self.moved = {old: new for old, new in zip(self.settings.gpus, moved, strict=False) if old != new}
         self.spares_taken.update(dict.fromkeys(self.moved.values(), self.settings.name))
+        if found.past is not None:
+            self._remember(found.past, now_s)
         self._tidy_due = True  # the other may have been in the middle of a roll-out
         for name, cause in stands.condemned:
             self._condemn(self.engines[name], cause, now_s)

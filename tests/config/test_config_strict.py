@@ -425,3 +425,8 @@ def test_a_model_is_a_path_when_it_looks_like_one_or_is_there(tmp_path: Path, lo
     loaded = load_text(f"version: 1\nworkers:\n  - {{name: a, engine: transformers, python: python3, model: '{model}'}}\n")
     assert loaded.config.workers[0].model == kept.format(folder=tmp_path, home=Path.home())
     assert loaded.config.workers[0].python == Path("python3")
+
+
+def test_each_wrong_item_of_a_list_is_told(worker_problems: Callable[..., list[Problem]]) -> None:
+    found = worker_problems("restart: {backoff: [0, 60]}")
+    assert [problem.message.partition(":")[0] for problem in found] == ["workers[0].restart.backoff[0]", "workers[0].restart.backoff[1]"]

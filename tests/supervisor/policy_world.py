@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.invariants import validate
 from shadowsup.supervisor.policy.model import Ending, How, NurseryState, WorkerSettings
+from shadowsup.supervisor.policy.past import Past
 from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.policy.worker import WorkerPolicy
 from shadowsup.supervisor.protocol import Recovery
@@ -148,6 +151,7 @@ class World:
             kv_set=f"set-{self._kept_set(old.settings.revision)}" if self.keeper else "",
             desired=old.desired,
             cold_start_s=old.cold_start_s,
+            past=msgspec.json.decode(msgspec.json.encode(old.past), type=Past),
         )
         self.tell(found)
 

@@ -9,6 +9,9 @@ from typing import Any
 from shadowsup.supervisor.gpu_desk import GpuDesk
 from shadowsup.supervisor.journal import Journal
 from shadowsup.supervisor.policy import messages as m
+from shadowsup.supervisor.policy.model import WorkerSettings
+from shadowsup.supervisor.policy.worker import WorkerPolicy
+from shadowsup.supervisor.registry import Registry
 from shadowsup.wire.sensor import GpuReading
 
 A, B = "GPU-a", "GPU-b"
@@ -26,7 +29,9 @@ class Owner:
 def desk(tmp_path: Path) -> tuple[GpuDesk, Owner, Journal]:
     owner, journal = Owner(), Journal(tmp_path / "events.jsonl")
     gpus: list[dict[str, Any]] = [{"uuid": uuid, "index": index, "state": "ok"} for index, uuid in enumerate((A, B))]
-    return GpuDesk(gpus, {"chat": owner}, journal), owner, journal  # type: ignore[dict-item]
+    registry = Registry(tmp_path / "processes.json")
+    registry.resume()
+    return GpuDesk(gpus, {"chat": owner}, journal, registry), owner, journal  # type: ignore[dict-item]
 
 
 def test_a_gpu_is_in_use_again_when_the_last_reason_is_gone(tmp_path: Path) -> None:
@@ -66,3 +71,31 @@ def test_a_slot_of_eight_lanes_has_lost_none(tmp_path: Path) -> None:
     assert made.is_loss(m.GpuNotice(uuid=A, kind=m.GpuTrouble.PCIE, number=4))
     assert made.is_loss(m.GpuNotice(uuid=A, kind=m.GpuTrouble.ECC, number=1))
     journal.close()
+
+
+def test_another_supervisor_goes_on_with_what_is_quarantined_and_why(tmp_path: Path) -> None:
+    made, owner, journal = desk(tmp_path)
+    owner.policy.engines = {"chat.1": object(), "chat.2": object()}
+    made.quarantine((A,), "chat.1", "stuck")
+    made.quarantine((A,), "chat.2", "stuck too")
+    made.quarantine((B,), "xid 79", "off the bus")
+    journal.close()
+    successor, owner, journal = desk(tmp_path)
+    successor.resume({"chat.1"})  # the other one has ended meanwhile
+    assert [(gpu["state"], gpu["reason"]) for gpu in successor.gpus] == [("quarantined", "stuck"), ("quarantined", "off the bus")]
+    policy = WorkerPolicy(WorkerSettings(name="late", gpus=(B,)))
+    successor.introduce(policy)
+    policy.handle(m.RunWorker(), 1.0)
+    assert "off the bus" in policy.reason
+    # Something else is recorded before its engine is known to the successor.
+    successor.quarantine((B,), "xid 64", "no row is left")
+    third, _, other = desk(tmp_path)
+    third.resume(())
+    assert [gpu["state"] for gpu in third.gpus] == ["ok", "quarantined"], "who held it is gone"
+    owner.policy.engines = {"chat.1": object()}
+    successor.forgive()
+    assert [gpu["state"] for gpu in successor.gpus] == ["quarantined", "ok"]
+    successor.release("chat.1")
+    assert [gpu["state"] for gpu in successor.gpus] == ["ok", "ok"]
+    journal.close()
+    other.close()

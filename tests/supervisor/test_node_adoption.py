@@ -275,6 +275,18 @@ time.time_ns = lambda: _real_ns() + int(_shift() * 1e9)
 """
 
 
+def test_starts_that_failed_are_not_forgotten_with_the_supervisor(folder: Path) -> None:
+    broken = {"name": "broken", "engine": "command", "command": [sys.executable, "-c", "raise SystemExit(7)"], "ready": {"http": "/"}}
+    with running(folder, worker(), {**broken, "restart": {"backoff": ["0s", "60s"]}}) as node:
+        node.healthy()
+        before = node.until(lambda s: s["workers"][1]["state"] == "backoff")["workers"][1]
+        kill_supervisor(node)
+        start_again(node)
+        after = node.status()["workers"][1]
+        assert after["state"] == "backoff", "no new start for the death of a supervisor"
+        assert (after["reason"], after["engines"]) == (before["reason"], [])
+
+
 def test_p15_a_clock_that_jumps_back_delays_no_recovery_no_adoption_and_no_stop(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

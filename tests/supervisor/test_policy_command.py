@@ -205,3 +205,26 @@ def test_new_settings_that_never_serve_are_taken_back_with_the_last_output_as_th
     p.handle(m.Ready(old, "http://old"), 5.0)
     assert p.rollout is not None and p.rollout.stage is Stage.FAILED
     assert "--nonsense" in p.rollout.reason and p.upstream == "http://old"
+
+
+def test_a_gpu_that_comes_back_brings_a_command_back_and_failed_starts_outlive_a_supervisor() -> None:
+    p = policy(gpus=("GPU-1",), backoff_s=(3.0,), max_failures=1)
+    p.handle(m.GpusQuarantined(frozenset({"GPU-1"}), "off the bus"), 0.0)
+    p.handle(m.RunWorker(), 1.0)
+    assert p.state is WorkerState.DOWN and "off the bus" in p.reason
+    assert p.past.down == "", "the quarantine is recorded by itself"
+    assert any(isinstance(a, m.Spawn) for a in p.handle(m.GpusReleased(frozenset({"GPU-1"})), 2.0))
+    (engine,) = p.engines
+    p.handle(m.Died(engine, 1, frozen=True), 3.0)
+    p.handle(m.Gone(engine, 1), 3.0)
+    successor = policy(gpus=("GPU-1",), backoff_s=(3.0,), max_failures=1)
+    assert not any(isinstance(a, m.Spawn) for a in successor.handle(m.Adopt(seq=1, past=p.past), 4.0))
+    assert successor.state is WorkerState.BACKOFF and successor.reason == p.reason
+    assert any(isinstance(a, m.Spawn) for a in successor.handle(m.Tick(), 6.0))
+    (engine,) = successor.engines
+    successor.handle(m.Died(engine, 1, frozen=True), 7.0)
+    successor.handle(m.Gone(engine, 1), 7.0)
+    assert successor.state is WorkerState.DOWN
+    third = policy(gpus=("GPU-1",))
+    third.handle(m.Adopt(seq=2, past=successor.past), 8.0)
+    assert (third.state, third.reason) == (WorkerState.DOWN, successor.reason)

@@ -550,3 +550,53 @@ def test_memory_errors_that_come_again_are_answered_again_and_end_in_a_quarantin
     w.tell(xid(94))
     quiet(w, active.id)
     assert A in w.policy.quarantined
+
+
+# --- what outlives the supervisor -------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_was_given_up_is_not_taken_by_the_engine_that_another_supervisor_promotes() -> None:
+    w = world()
+    w.serve()
+    fail(w, "chat.1", Fault.CUDA_ECC)
+    assert w.spawns[-1].verify
+    w.lose_the_supervisor()
+    w.park("chat.3")
+    assert w.promotions[-1][0] == "chat.3" and w.promotions[-1][1].keep_kv is False
+
+
+def test_an_xid_that_nothing_was_done_about_is_not_forgotten() -> None:
+    w = world()
+    w.serve()
+    w.tell(xid(94))
+    w.lose_the_supervisor()
+    w.beat("chat.1", phase=Phase.IDLE)
+    w.beat("chat.2", phase=Phase.PARKED)
+    quiet(w, "chat.1")
+    assert w.sent(Release) == [m.Send("chat.1", Release())]
+    assert w.spawns[-1].verify
+
+
+def test_reloads_and_deaths_are_counted_on() -> None:
+    w = world(shadows=0, spares=(B,), obeys=True)
+    w.serve()
+    for _ in range(2):
+        active = w.policy.active
+        assert active is not None
+        fail(w, active.id, Fault.CUDA_CONTAINED)
+        w.park(w.spawns[-1].engine)
+        w.promoted(w.spawns[-1].engine)
+        w.first_token(w.spawns[-1].engine)
+    deaths = w.policy.deaths(w.now_s)
+    w.lose_the_supervisor()
+    assert w.policy.deaths(w.now_s) == deaths and len(deaths) == 2
+    active = w.policy.active
+    assert active is not None
+    fail(w, active.id, Fault.CUDA_CONTAINED)
+    assert w.spawns[-1].gpus == (B,), "the third time"
+    # Nothing of it runs while it is on its spare and another supervisor comes.
+    w.obeys = False
+    w.die(w.spawns[-1].engine)
+    w.bodies.clear()
+    w.lose_the_supervisor()
+    assert w.policy.gpus == (B,)

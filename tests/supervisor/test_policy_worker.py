@@ -789,3 +789,24 @@ def test_give_up_follows_the_measured_start() -> None:
         w.beat("chat.1", EngineState.LOADING)
     w.park("chat.1")
     assert w.policy.give_up_after_s == pytest.approx(90.0)
+
+
+def test_starts_that_failed_count_for_the_next_supervisor_too() -> None:
+    w = world(shadows=0, nursery=NurseryState.NONE, backoff_s=(0.0, 5.0), max_failures=3)
+    w.run()
+    for _ in range(2):
+        w.die(w.spawns[-1].engine, 1)
+    assert w.policy.state is WorkerState.BACKOFF and w.policy.backoff is not None
+    due_s, spawns = w.policy.backoff.when_s, len(w.spawns)
+    w.lose_the_supervisor()
+    assert w.policy.backoff is not None and (w.policy.backoff.when_s, w.policy.backoff.failures) == (due_s, 2)
+    assert len(w.spawns) == spawns and w.policy.state is WorkerState.BACKOFF and w.policy.reason
+    for _ in range(2):
+        w.advance(5.1)
+        w.die(w.spawns[-1].engine, 1)
+    assert w.policy.state is WorkerState.DOWN
+    reason = w.policy.reason
+    w.lose_the_supervisor()
+    assert (w.policy.state, w.policy.reason) == (WorkerState.DOWN, reason)
+    w.tell(m.RestartWorker())
+    assert w.policy.state is not WorkerState.DOWN, "an operator's word is another matter"

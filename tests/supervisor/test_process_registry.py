@@ -13,7 +13,9 @@ import pytest
 from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
-from shadowsup.supervisor.registry import Entry, Registry
+from shadowsup.supervisor.policy.past import Past
+from shadowsup.supervisor.policy.restart import BookState
+from shadowsup.supervisor.registry import Entry, Mark, OutOfUse, Registry
 
 
 def me() -> Identity:
@@ -90,7 +92,9 @@ def test_writer_killed_at_any_instant_leaves_a_whole_list(tmp_path: Path) -> Non
 from pathlib import Path
 import os
 from shadowsup.supervisor import identity as ids
-from shadowsup.supervisor.registry import Entry, Registry
+from shadowsup.supervisor.policy.past import Past
+from shadowsup.supervisor.policy.restart import BookState
+from shadowsup.supervisor.registry import Entry, Mark, OutOfUse, Registry
 registry, me = Registry(Path({str(path)!r})), ids.of(os.getppid())
 for n in range(10**9):
     registry.record(Entry(identity=me, what="engine", engine="x" * (n % 5000)))
@@ -103,3 +107,18 @@ for n in range(10**9):
             writer.send_signal(signal.SIGKILL)
         (entry,) = Registry(path).leftovers()
         assert entry.identity == me()
+
+
+def test_what_a_worker_has_been_through_is_void_after_another_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "processes.json"
+    registry = Registry(path)
+    past = Past(service=BookState((1.0, 2.0), 2, 7.0), down="no such model")
+    registry.set_mark("chat", Mark(seq=3, epoch=2, past=past))
+    registry.set_out_of_use((OutOfUse(gpu="GPU-a", by="xid 79", why="off the bus"),))
+    same = Registry(path)
+    same.resume()
+    assert same.mark("chat").past == past and same.out_of_use == registry.out_of_use
+    monkeypatch.setattr(ids, "boot_id", lambda: "another boot")
+    other = Registry(path)
+    other.resume()
+    assert other.mark("chat") == Mark(seq=3, epoch=2) and other.out_of_use == ()
