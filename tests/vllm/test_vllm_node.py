@@ -180,10 +180,24 @@ def scramble(pid: int) -> int:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def alone(model: Path) -> AsyncIterator[Node]:
-    """A node without a shadow."""
-    async with running(config(model, shadows=0)) as node:
+async def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+    """A node without a shadow, whose engines compile what vLLM has compiled, and find nothing that was compiled before."""
+    given = config(model, shadows=0)
+    env = given["workers"][0]["env"]
+    del env["TORCH_COMPILE_DISABLE"]
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    async with running(given) as node:
         yield node
+
+
+async def test_the_first_logprobs_that_are_asked_for_compile_nothing(alone: Node) -> None:
+    body = {"model": "chat", "prompt": "x", "max_tokens": 2, "temperature": 0}
+    async with aiohttp.ClientSession() as session:
+        for more in ({}, {"logprobs": 2}):
+            began_s = time.monotonic()
+            async with session.post(f"{alone.url}/v1/completions", json=body | more) as response:
+                assert response.status == 200
+            assert time.monotonic() - began_s < 2.0
 
 
 async def test_without_a_shadow_a_new_engine_finds_the_cache(alone: Node, answers: list[list[int]]) -> None:

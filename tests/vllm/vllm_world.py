@@ -55,7 +55,7 @@ def config(model: Path, *, shadows: int, ceiling: str = "5s") -> dict[str, Any]:
                     "VLLM_NO_USAGE_STATS": "1",
                     "HF_HUB_OFFLINE": "1",
                     "DO_NOT_TRACK": "1",
-                    # The first request with logprobs would compile for longer than a step may take here.
+                    # Each engine would compile for some seconds before it is up.
                     "TORCH_COMPILE_DISABLE": "1",
                 },
                 "health": {"hang": {"ceiling": ceiling}},

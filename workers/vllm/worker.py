@@ -10,7 +10,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.vllm import current, kv_memory, loader, refuse
+from shadowsup.workers.vllm import current, kv_memory, loader, refuse, sampling
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -65,6 +65,7 @@ class KeptWorker(Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         result = super().compile_or_warm_up_model()
+        sampling.warm(self.model_runner)
         if self.device.type == "cuda":
             import torch
 
