@@ -138,6 +138,8 @@ class Dashboard(App[int]):
     def on_observed(self, event: Observed) -> None:
         if event.observation.rewound:
             self.logs.clear()
+            if isinstance(self.feed, Replay):
+                self.feed.logs_again()
         try:
             self.story.take(event.observation)
         except msgspec.ValidationError as error:

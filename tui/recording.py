@@ -14,6 +14,7 @@ import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,6 +32,7 @@ ANSWERS_EVERY_S = 10.0
 FLUSH_S = 1.0
 HISTORY_S = 900.0
 """How much of what was before is played at once after a jump: as far back as histories go."""
+NO_TIME = float("-inf")
 SPEEDS = (1.0, 4.0, 16.0, 64.0)
 
 
@@ -149,11 +151,15 @@ class Replay:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._records = list(_read(path))
-        self._stamps = [ts for ts, _ in self._records]
+        # Records come from several threads, and a clock may be set back: what was written later is not earlier.
+        began = next(ts for ts, _ in self._records if ts > NO_TIME)
+        self._stamps = list(accumulate((max(ts, began) for ts, _ in self._records), max))
+        self._least = 1 + next(number for number, (_, raw) in enumerate(self._records) if b'"kind":"look"' in raw[:24])
         self._next = 0
         self._logged = 0
         self._at = self._stamps[0]
         self._speed = SPEEDS[0]
+        self._last_s: float | None = None
         self._paused = False
         self._jumped = True
         self._wake = threading.Event()
@@ -213,37 +219,55 @@ class Replay:
         """Go forward, or back, by ``seconds``."""
         with self._lock:
             self._at = max(self._stamps[0], min(self._stamps[-1], self._at + seconds))
+            self._go_to(self._at)
             self._jumped = True
         self._wake.set()
 
+    def logs_again(self) -> None:
+        """Logs were cleared after a jump: `log_lines` begins anew."""
+        with self._lock:
+            self._logged = 0
+
+    def _go_to(self, at: float) -> int:
+        """Take ``at`` for what was played last, under the lock; nothing of the logs is new before somebody has cleared them."""
+        self._next = self._logged = max(self._least, bisect_right(self._stamps, at))
+        return self._next
+
     @property
     def note(self) -> str:
-        state = "ended" if self._next >= len(self._records) else "paused" if self._paused else f"{self._speed:g}×"
-        done = (self._at - self._stamps[0]) / max(1e-9, self._stamps[-1] - self._stamps[0])
-        return f"replay {time.strftime('%F %T', time.localtime(self._at))} {state} {done:.0%}"
+        with self._lock:
+            at, ended = self._at, self._next >= len(self._records)
+        state = "ended" if ended else "paused" if self._paused else f"{self._speed:g}×"
+        done = (at - self._stamps[0]) / max(1e-9, self._stamps[-1] - self._stamps[0])
+        return f"replay {time.strftime('%F %T', time.localtime(at))} {state} {done:.0%}"
 
     def _run(self, told: Told, missed: Missed) -> None:
-        last_s = time.monotonic()
         while not self._stop:
             self._wake.clear()
-            now_s = time.monotonic()
-            with self._lock:
-                jumped, self._jumped = self._jumped, False
-                if not self._paused and not jumped:
-                    self._at = min(self._stamps[-1], self._at + (now_s - last_s) * self._speed)
-                at = self._at
-            last_s = now_s
-            if jumped:
-                self._jump(at, told)
-            else:
-                self._play(at, told, missed)
+            self._step(time.monotonic(), told, missed)
             self._wake.wait(0.1)
 
+    def _step(self, now_s: float, told: Told, missed: Missed) -> None:
+        """Play what has come due since the last step, or jump. ``now_s``: monotonic."""
+        with self._lock:
+            jumped, self._jumped = self._jumped, False
+            if not self._paused and not jumped and self._last_s is not None:
+                self._at = min(self._stamps[-1], self._at + (now_s - self._last_s) * self._speed)
+            at, self._last_s = self._at, now_s
+        if jumped:
+            self._jump(at, told)
+        else:
+            self._play(at, told, missed)
+
     def _play(self, at: float, told: Told, missed: Missed) -> None:
-        while self._next < len(self._records) and self._stamps[self._next] <= at:
-            record = msgspec.json.decode(self._records[self._next][1])
+        while True:
             with self._lock:
+                # A jump that came meanwhile has moved on: what was about to be played is of the moment before.
+                if self._jumped or self._next >= len(self._records) or self._stamps[self._next] > at:
+                    return
+                raw = self._records[self._next][1]
                 self._next += 1
+            record = msgspec.json.decode(raw)
             if record["kind"] == "look":
                 told(_observation(record))
             elif record["kind"] == "missed":
@@ -251,7 +275,9 @@ class Replay:
 
     def _jump(self, at: float, told: Told) -> None:
         """Bring a story that is empty again to ``at``: all events and recoveries, and the looks as far back as histories go."""
-        end = max(1, bisect_right(self._stamps, at))
+        # First of all: who draws the position when the first look comes, and nothing comes after it, must see the new one.
+        with self._lock:
+            end = self._go_to(at)
         begin = bisect_right(self._stamps, at - HISTORY_S)
         events: list[dict[str, Any]] = []
         recoveries: list[dict[str, Any]] = []
@@ -275,8 +301,6 @@ class Replay:
                 found = Observation(found.status, more["events"], more["recoveries"], fresh=True, ts=found.ts, rewound=True)
                 first = False
             told(found)
-        with self._lock:
-            self._next, self._logged = end, 0
 
 
 def _observation(record: dict[str, Any]) -> Observation:
@@ -284,7 +308,7 @@ def _observation(record: dict[str, Any]) -> Observation:
 
 
 def _read(path: Path) -> Iterator[tuple[float, bytes]]:
-    """Yield (ts, line), and at least one look."""
+    """Yield (ts, line), and at least one look. Lines of logs and answers have no time: they belong to the look before."""
     looks = 0
     try:
         with gzip.open(path, "rb") as file:
@@ -294,7 +318,7 @@ def _read(path: Path) -> Iterator[tuple[float, bytes]]:
             for line in _lines(file):
                 record = msgspec.json.decode(line, type=_Stamp)
                 looks += record.kind == "look"
-                yield record.ts, line
+                yield record.ts if record.kind in ("look", "missed") else NO_TIME, line
     except OSError as error:
         raise TuiError(f"cannot play {path}: {error.strerror or error}") from None
     except (msgspec.MsgspecError, zlib.error) as error:

@@ -152,6 +152,8 @@ class EngineRecord:
     """It was told that it may use every block, or was promoted as one that may."""
     fenced: bool = False
     """It has said that it does."""
+    fence_told: int = 0
+    """The epoch whose fence was announced. It may be said any number of times, by reports and by beats."""
     order_again_s: float = 0.0
     """When the order to fence is repeated."""
     message: str = ""

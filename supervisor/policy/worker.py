@@ -299,6 +299,9 @@ class WorkerPolicy(Upkeep):
                 self._canaried(engine, number, now_s)
             case w.Fenced():
                 engine.fenced = engine.fenced or report.epoch == engine.epoch
+                if report.epoch != engine.epoch or engine.fence_told == report.epoch:
+                    return
+                engine.fence_told = report.epoch
                 text = f"{engine.id} uses every block again, {report.reserve} of them set aside for the next failover"
                 self._do(m.Announce("engine.fenced", text, engine=engine.id, epoch=report.epoch))
 

@@ -8,7 +8,7 @@ from policy_world import World
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.model import How, NurseryState, WorkerSettings, WorkerState
-from shadowsup.wire.engine import Drain, EngineState, Fence, Phase, Promote, Release, Stop
+from shadowsup.wire.engine import Drain, EngineState, Fence, Fenced, Phase, Promote, Release, Stop
 
 
 def world(*, shadows: int = 1, nursery: NurseryState = NurseryState.READY, obeys: bool = True, **settings: object) -> World:
@@ -164,6 +164,22 @@ def test_the_fence_comes_when_the_last_process_of_the_old_tree_is_gone() -> None
     assert w.sent(Fence) == [m.Send("chat.2", Fence(epoch=2))]
     w.advance(5.0)
     assert len(w.sent(Fence)) == 1
+
+
+def test_a_fence_that_is_told_again_and_again_is_announced_once() -> None:
+    w = world()
+    w.serve()
+    w.obeys = False
+    w.freeze("chat.1")
+    w.promoted("chat.2")
+    w.gone("chat.1")
+    fenced = m.Reported(Fenced(engine="chat.2", epoch=2, reserve=4))
+    w.beat("chat.2", fenced=True)  # may be ahead of the report
+    w.tell(fenced)
+    w.beat("chat.2", fenced=False)  # and one of before may come after it
+    w.tell(fenced)
+    w.tell(m.Reported(Fenced(engine="chat.2", epoch=1, reserve=4)))
+    assert len(w.announced("engine.fenced")) == 1
 
 
 def test_no_fence_is_sent_when_the_promotion_was_already_fenced() -> None:

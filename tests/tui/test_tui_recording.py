@@ -51,15 +51,70 @@ def test_what_was_told_comes_again_in_its_time(tmp_path: Path) -> None:
     replay = Replay(recorded(tmp_path / "r"))
     assert replay.note.startswith("replay 2023-11-14 22:13:20")
     seen: list[Observation] = []
-    replay._jump(BEGAN + 55, seen.append)
+    replay.seek(55.0)
+    replay._step(0.0, seen.append, lambda *_: None)
     # A jump brings all that happened before, in one go, and nothing from after.
     assert seen[0].rewound and seen[-1].status["workers"][0]["epoch"] == 55
     assert [e["message"] for o in seen for e in o.events] == [f"event {n}" for n in range(0, 60, 10)]
-    replay._play(BEGAN + 60, seen.append, lambda *_: None)
+    replay._step(5.0, seen.append, lambda *_: None)
     assert [o.status["workers"][0]["epoch"] for o in seen[-5:]] == [56, 57, 58, 59, 60]
     seen.clear()
-    replay._jump(BEGAN + 5, seen.append)
+    replay.seek(-55.0)
+    replay._step(6.0, seen.append, lambda *_: None)
     assert seen[0].rewound and [o.status["workers"][0]["epoch"] for o in seen] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_jump_back_from_the_end_is_shown_at_once_and_by_every_look_that_it_brings(tmp_path: Path) -> None:
+    replay = Replay(recorded(tmp_path / "r"))
+    notes: list[str] = []
+
+    def told(_: Observation) -> None:
+        notes.append(replay.note)  # a dashboard draws it when something is told, and a replay that is paused tells nothing more
+
+    replay._step(0.0, told, lambda *_: None)
+    replay._step(1000.0, told, lambda *_: None)
+    assert replay.note.endswith("ended 100%")
+    replay.pause()
+    replay.seek(-1000.0)
+    assert replay.note.endswith("paused 0%"), "before the other thread has run"
+    notes.clear()
+    replay._step(1000.1, told, lambda *_: None)
+    assert len(notes) == 1 and notes[0].endswith("paused 0%")
+    replay._step(1001.0, told, lambda *_: None)
+    assert len(notes) == 1, "it is paused"
+
+
+def test_a_jump_while_it_plays_is_not_overtaken_by_what_was_played(tmp_path: Path) -> None:
+    replay = Replay(recorded(tmp_path / "r"))
+    seen: list[int] = []
+
+    def told(observation: Observation) -> None:
+        seen.append(observation.status["workers"][0]["epoch"])
+        if len(seen) == 10:
+            replay.seek(-1000.0)
+
+    replay._step(0.0, told, lambda *_: None)
+    replay._step(90.0, told, lambda *_: None)
+    assert len(seen) == 10, "what it was about to play is of no interest any more"
+    replay._step(90.0, told, lambda *_: None)
+    assert seen[10:] == [0]
+    replay._step(92.5, told, lambda *_: None)
+    assert seen[10:] == [0, 1, 2]
+
+
+def test_a_clock_that_was_set_back_while_it_was_recorded_stops_nothing(tmp_path: Path) -> None:
+    feed = Scripted()
+    recorder = Recorder(feed, tmp_path / "r")
+    recorder.start(lambda _: None, lambda *_: None)
+    for n, ts in enumerate((100.0, 101.0, 102.0, 50.0, 51.0)):
+        status = {"event": n, "time_s": ts, "mono_s": float(n), "node": {"name": "demo"}, "workers": []}
+        feed.told(Observation(status, fresh=n == 0, ts=ts))
+    recorder.close()
+    replay = Replay(tmp_path / "r")
+    seen: list[int] = []
+    for now_s in (0.0, 1.0, 2.0, 3.0):
+        replay._step(now_s, lambda o: seen.append(o.status["event"]), lambda *_: None)
+    assert seen == [0, 1, 2, 3, 4] and replay.note.endswith("ended 100%")
 
 
 def test_answers_are_those_of_the_moment(tmp_path: Path) -> None:
