@@ -22,6 +22,7 @@ from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.cgroup import Cgroup, NodeCgroup
 from shadowsup.supervisor.devices import environment
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.inner_end import InnerEnd
 from shadowsup.supervisor.nursery_client import NurseryClient
 from shadowsup.supervisor.oom import OomCounter
@@ -289,6 +290,11 @@ class EngineProcess:
                 await asyncio.to_thread(self._tree.observe)
             except OSError as error:  # out of descriptors: the next look comes
                 log.warning("%s could not be looked at: %s", self.id, error)
+
+    @property
+    def members(self) -> frozenset[Identity]:
+        """The processes of its tree when that was looked at last, some seconds ago; dead ones may be among them."""
+        return self._tree.seen if self._tree is not None else frozenset()
 
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""

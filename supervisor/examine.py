@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 
+from shadowsup.supervisor.identity import Identity, read_stat
 from shadowsup.supervisor.policy.suspicion import Look
 
 _STOPPED = frozenset("Tt")
 
 
-def look(pid: int, proc: Path = Path("/proc")) -> Look | None:
-    """Look at a process; None when it is gone or cannot be read. Some 10 µs a thread; it never waits for the process."""
+def look(pid: int, proc: Path = Path("/proc"), *, others: Collection[Identity] = ()) -> Look | None:
+    """Look at a process; None when it is gone or cannot be read. Some 10 µs a thread; it never waits for the process.
+
+    ``others``: of its tree. A step that waits for one that is stopped stands still for no reason of its own.
+    """
     folder = proc / str(pid)
     at_s = time.monotonic()
     try:
@@ -27,4 +32,13 @@ def look(pid: int, proc: Path = Path("/proc")) -> Look | None:
             waited += int(on_queue)
     except (OSError, ValueError, IndexError):
         return None
-    return Look(at_s=at_s, stopped=state in _STOPPED, ran_s=ran / 1e9, waited_s=waited / 1e9)
+    stopped = state in _STOPPED or any(_stopped(other) for other in others)
+    return Look(at_s=at_s, stopped=stopped, ran_s=ran / 1e9, waited_s=waited / 1e9)
+
+
+def _stopped(process: Identity) -> bool:
+    try:
+        stat = read_stat(process.pid)
+    except OSError:
+        return False
+    return stat is not None and stat.start_time == process.start_time and stat.state in _STOPPED

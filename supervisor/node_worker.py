@@ -286,7 +286,8 @@ class WorkerOwner:
                 pid = record.pid if record is not None else None
                 if record is not None and record.vitals.beat is not None and not front:
                     pid = record.vitals.beat.pid  # the leader may be a server in front of it
-                self.put(m.Examined(engine, look(pid) if pid is not None else None))
+                others = self.engines[engine].members if engine in self.engines else frozenset()
+                self.put(m.Examined(engine, look(pid, others=others) if pid is not None else None))
             case m.KillTree(engine=engine):
                 if engine in self.engines:
                     record = self.policy.engines.get(engine)

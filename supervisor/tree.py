@@ -101,6 +101,11 @@ class Tree:
         self.shm = {file for file in self.shm if file.path.exists()} | shm_of(found)
         return tuple(stat for stat, _ in found.values())
 
+    @property
+    def seen(self) -> frozenset[Identity]:
+        """The members as of the last look; its leader always."""
+        return frozenset(self._seen)
+
     def kill(self, number: int = signal.SIGKILL) -> Killed:
         """Signal every member once, and look again until there is no new one (a fork may have raced the signal). Bounded.
 

@@ -134,7 +134,7 @@ class History:
         """Return how long no beat need have come. ``hurry``: it was ordered to serve, whatever it last said that it was."""
         if hurry:
             return limits.clamp(self.beats.bound() or 0.0)
-        if beat.state in _STARTING or beat.phase in _COMPILING:
+        if may_be_silent(beat):
             return limits.loading_s
         if works(beat):
             return limits.clamp(self.beats.bound() or 0.0)
@@ -242,6 +242,11 @@ def works(beat: Beat) -> bool:
 def front_works(beat: Beat) -> bool:
     """Say whether somebody waits for the server in front."""
     return works(beat) or beat.front_open > 0
+
+
+def may_be_silent(beat: Beat) -> bool:
+    """Say whether it loads or compiles, and so may hold the GIL for as long as it likes."""
+    return beat.state in _STARTING or beat.phase in _COMPILING
 
 
 def hurries(beat: Beat) -> bool:

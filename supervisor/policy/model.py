@@ -162,6 +162,8 @@ class EngineRecord:
     fatal: bool = False
     suspicion: Suspicion | None = None
     """It looks hung; being looked into."""
+    unheard: Suspicion | None = None
+    """It says nothing, and may for a long time yet; whether it is stopped is looked at."""
     doubts: int = 0
     """How often that was begun anew, because this supervisor itself was late."""
     canary_s: float | None = None

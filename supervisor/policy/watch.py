@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from shadowsup.supervisor.policy import messages as m
-from shadowsup.supervisor.policy.detector import Finding, History, Kind, works
+from shadowsup.supervisor.policy.detector import Finding, History, Kind, may_be_silent, works
 from shadowsup.supervisor.policy.model import EngineRecord, WorkerSettings
 from shadowsup.supervisor.policy.standing import NEVER_S, Standing
 from shadowsup.supervisor.policy.suspicion import (
@@ -26,6 +26,8 @@ CANARY_AGAIN_S = 5.0
 """After a canary came back: no other one before."""
 TURNING_S = 0.1
 """A loop that turns without doing anything has ended its last step no longer ago than this."""
+STOPPED_AGAIN_S = 1.0
+"""Between looks whether an engine is stopped that has not spoken yet, or loads and is silent."""
 LOOK_AGAIN_S = 0.05
 """While a fresh beat is waited for."""
 
@@ -35,8 +37,14 @@ class Watch(Standing, ABC):
 
     def _look_for_hangs(self, engine: EngineRecord, now_s: float) -> None:
         """Suspect, examine, condemn. A tick is asked for when there is more to do."""
-        if engine.stop is not None or engine.vitals.beat is None:
+        if engine.stop is not None:
             return
+        if engine.vitals.beat is None or may_be_silent(engine.vitals.beat):
+            self._look_for_a_stop(engine, now_s)
+            if engine.dying or engine.vitals.beat is None:
+                return
+        else:
+            engine.unheard = None
         settings, vitals = self.settings_of(engine), engine.vitals
         limits, util = settings.hang, self.loads.util(self.gpus_of(engine), now_s)
         finding = vitals.find(self.history_of(engine), limits, util, now_s, CONFIRM_S, hurry=engine.state is EngineState.PROMOTING)
@@ -50,6 +58,35 @@ class Watch(Standing, ABC):
             self._at(self._judge_from_s)
             return
         self._investigate(engine, finding, now_s)
+
+    def _look_for_a_stop(self, engine: EngineRecord, now_s: float) -> None:
+        """What loads, or has not spoken yet, may be silent for long: its silence proves nothing. That its process is stopped does."""
+        since_s = engine.vitals.last_sign_s() or max(engine.spawned_s, engine.adopted_s)
+        due_s = since_s + self.settings_of(engine).hang.floor_s
+        if engine.pid is None or now_s < due_s:
+            engine.unheard = None
+            if engine.vitals.beat is None and engine.pid is not None:
+                self._at(due_s)
+            return
+        seen = engine.unheard
+        if seen is None or (seen.asked_s is not None and now_s >= seen.asked_s + UNANSWERED_S):
+            seen = engine.unheard = Suspicion(now_s, Kind.SILENT, None)
+        elif seen.asked_s is not None:
+            self._at(seen.asked_s + UNANSWERED_S)
+            return
+        stopped = seen.second is not None and seen.second.stopped
+        if seen.explain() is Explanation.STOPPED and seen.looked_twice and now_s >= self._judge_from_s:
+            engine.evidence |= {"silent_s": round(now_s - since_s, 3), "process": Explanation.STOPPED.value}
+            text = f"no sign of life for {now_s - since_s:.2f} s (it was {engine.state.value}); {Explanation.STOPPED.value}"
+            self._condemn(engine, text, now_s, Fault.STOPPED)
+            return
+        again_s = seen.second.at_s + (CONFIRM_S if stopped else STOPPED_AGAIN_S) if seen.second is not None else now_s
+        if now_s < again_s:
+            self._at(again_s)
+            return
+        seen.asked_s = now_s
+        self._do(m.Examine(engine.id))
+        self._at(now_s + UNANSWERED_S)
 
     def postponed(self, now_s: float) -> bool:
         """Take a deadline that came only for beats that have come meanwhile: set the next one. False: there is something to do.
@@ -75,6 +112,8 @@ class Watch(Standing, ABC):
         assert beat is not None
         util, hurry = self.loads.util(gpus, now_s), engine.state is EngineState.PROMOTING
         due_s = vitals.due_s(self.history_of(engine), limits, util, CONFIRM_S, hurry=hurry)
+        if may_be_silent(beat) and engine.pid is not None:
+            due_s = min(due_s, vitals.last_sign_s() + limits.floor_s)
         if engine.canary_s is not None or engine.id != self.succession.active or not engine.fence_sent or not works(beat):
             return due_s
         suspect_s = NEVER_S
@@ -142,6 +181,7 @@ class Watch(Standing, ABC):
         if late_s <= LATE_TICK_S:
             return
         for engine in self.engines.values():
+            engine.unheard = None
             if engine.suspicion is not None and engine.doubts < MOST_DOUBTS:
                 engine.suspicion = None
                 engine.doubts += 1

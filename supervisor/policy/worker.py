@@ -93,8 +93,10 @@ class WorkerPolicy(Upkeep):
             case m.Explained():
                 self._explained(event)
             case m.Examined(engine=name, look=look):
-                if name in self.engines and (suspicion := self.engines[name].suspicion) is not None:
-                    suspicion.take(look)
+                if name in self.engines:
+                    for suspicion in (self.engines[name].suspicion, self.engines[name].unheard):
+                        if suspicion is not None and suspicion.asked_s is not None:
+                            suspicion.take(look)
             case m.GpusQuarantined(gpus=gpus, why=why):
                 self.quarantined |= gpus
                 self.quarantined_why |= {uuid: self.quarantined_why.get(uuid, why) for uuid in gpus}

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.examine import look
 from shadowsup.supervisor.oom import OomCounter
 from shadowsup.supervisor.policy.detector import Kind
@@ -70,3 +71,22 @@ def test_without_cgroup_v2_nothing_is_blamed_on_it(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cgroup").write_text("5:memory:/docker/abc\n")
     assert OomCounter(tmp_path, tmp_path).watch(7) is None
+
+
+def test_a_process_whose_child_is_stopped_counts_as_stopped_and_one_with_another_of_its_pid_does_not() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        identity = ids.of(child.pid)
+        assert identity is not None
+        found = look(os.getpid(), others=[identity])
+        assert found is not None and not found.stopped
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        found = look(os.getpid(), others=[identity])
+        assert found is not None and found.stopped
+        earlier = ids.Identity(pid=identity.pid, start_time=identity.start_time - 1, boot_id=identity.boot_id)
+        found = look(os.getpid(), others=[earlier])
+        assert found is not None and not found.stopped
+    finally:
+        child.kill()
+        child.wait()

@@ -80,3 +80,17 @@ def test_p20_an_engine_that_holds_the_gil_while_it_loads_is_let_be(folder: Path)
         node.healthy()
         assert node.events("engine.verdict") == []
         assert len(node.status()["workers"][0]["engines"]) == 2
+
+
+def test_an_engine_that_is_stopped_while_it_starts_is_replaced_by_that_and_not_by_its_silence(folder: Path) -> None:
+    with running(folder, worker(args={"step_s": 0.01, "hold_gil_s": 1.5})) as node:
+        node.healthy()
+        os.kill(node.engine("shadow")["pid"], signal.SIGKILL)
+        starting = ("spawning", "loading", "warming")
+        found = node.until(lambda s: any(e["state"] in starting and e["pid"] for e in s["workers"][0]["engines"]))
+        newcomer = next(e for e in found["workers"][0]["engines"] if e["state"] in starting)
+        os.kill(newcomer["pid"], signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        node.until(lambda s: all(e["id"] != newcomer["id"] for e in s["workers"][0]["engines"]))
+        assert verdict_s(node, newcomer["id"]) - stopped_s < 4.0, "a minute of silence would be plausible"
+        node.healthy()

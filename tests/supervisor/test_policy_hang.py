@@ -552,3 +552,53 @@ def test_a_hang_is_of_the_engines_own_making_and_a_stop_is_not() -> None:
         w.bodies["chat.1"].stopped = stopped
         w.until_dead("chat.1")
         assert w.policy.engines["chat.1"].fault is fault
+
+
+# --- what may be silent, and is stopped -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spoke", [False, True])
+def test_an_engine_that_is_stopped_while_it_starts_is_seen_by_that_and_not_by_its_silence(spoke: bool) -> None:
+    n = Node(nursery=NurseryState.NONE)
+    n.run()
+    if spoke:
+        n.beat("chat.1", EngineState.LOADING)
+    n.bodies["chat.1"].stopped = True
+    n.advance(1.5)
+    (verdict,) = n.announced("engine.verdict")
+    assert "the process is stopped" in verdict.message and verdict.data["fault"] == Fault.STOPPED.value
+    assert n.spawns[-1].engine == "chat.2"
+
+
+@pytest.mark.parametrize("ran", [0.0, 1.0])
+def test_an_engine_that_says_nothing_while_it_starts_is_let_be_as_long_as_it_is_not_stopped(ran: float) -> None:
+    n = Node(nursery=NurseryState.NONE)
+    n.run()
+    n.bodies["chat.1"].ran = ran
+    n.advance(30.0)
+    n.beat("chat.1", EngineState.LOADING)
+    n.advance(50.0)
+    assert n.announced("engine.verdict") == []
+    assert 20 < n.examined.count("chat.1") < 100, "looked at, and not too often"
+
+
+def test_an_engine_that_is_stopped_for_a_moment_while_it_starts_goes_on() -> None:
+    n = Node(nursery=NurseryState.NONE)
+    n.run()
+    for _ in range(10):
+        n.bodies["chat.1"].stopped = True
+        while not n.examined:
+            n.advance(0.05)
+        n.bodies["chat.1"].stopped = False
+        n.advance(1.0)
+        n.examined.clear()
+    assert n.announced("engine.verdict") == []
+
+
+def test_an_engine_that_beats_while_it_loads_is_not_looked_at() -> None:
+    n = Node(nursery=NurseryState.NONE)
+    n.run()
+    for _ in range(40):
+        n.beat("chat.1", EngineState.LOADING)
+        n.advance(0.2)
+    assert n.examined == []
