@@ -299,7 +299,7 @@ class EngineProcess:
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
         paths = self._host.paths
-        for path in (paths.spec(self.id), paths.link(self.id), paths.tether(self.id), paths.front(self.id)):
+        for path in (paths.spec(self.id), paths.link(self.id), paths.staged(self.id), paths.tether(self.id), paths.front(self.id)):
             path.unlink(missing_ok=True)
         for tether in (self._tether, self._front):
             if tether is not None:

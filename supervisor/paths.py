@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shadowsup.supervisor import runtime_dir
+from shadowsup.wire.staged import socket_of
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,9 @@ class NodePaths:
 
     def link(self, engine: str) -> Path:
         return self.runtime / f"link-{engine}.sock"
+
+    def staged(self, engine: str) -> Path:
+        return Path(socket_of(str(self.link(engine))))
 
     def notify(self, engine: str) -> Path:
         return self.runtime / f"notify-{engine}.sock"

@@ -15,22 +15,26 @@ from typing import Any
 import msgspec
 
 from shadowsup.supervisor.gateway import shapes
+from shadowsup.supervisor.gateway.answer_events import (
+    DEAD_REASONS,
+    Choice,
+    Event,
+    Key,
+    Misstep,
+    Retelling,
+    Said,
+    data_of,
+    decode,
+)
 from shadowsup.supervisor.gateway.held_request import Asked, Replay
 
 _FIELDS = ("content", "reasoning", "reasoning_content", "refusal", "text")
 _REASONING = ("reasoning", "reasoning_content")
-DEAD_REASONS = ("abort", "error")
-"""Finish reasons that say that the engine went away under the request, or failed. A client's own abort has no reader."""
-
 # Inside a JSON string every quote is escaped, so these match keys of the event and nothing in its texts.
 _IDS = re.compile(rb'"(prompt_)?token_ids":\s*\[[\d,\s]*\]')
 _CREATED = re.compile(rb'"created":\s*\d+')
 _ID = re.compile(rb'"id":\s*"[^"]*"')
 _NO_DELTA = re.compile(rb'"delta":\s*\{\}')
-
-
-class Misstep(Exception):
-    """Raised when an engine's replay is not what was delivered: there is no way to go on from it."""
 
 
 class EngineFailed(Exception):
@@ -48,76 +52,8 @@ class EngineFailed(Exception):
         self.event = event
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolCall(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    role: str | None = None
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    delta: _Delta | None = None
-    text: str | None = None
-    logprobs: msgspec.Raw = msgspec.Raw(b"null")
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: int | str | None = None
-
-
-class _Event(msgspec.Struct):
-    id: str = ""
-    object: str = ""
-    created: int = 0
-    model: str = ""
-    choices: list[_Choice] = []
-    prompt_token_ids: list[int] | None = None
-    error: _Error | None = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
 _decode_any = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
-
-_Key = tuple[str, int]
-"""A field whose text grows: its name, and the index of its tool call (0 for those that belong to none)."""
-
-
-class _Said:
-    """Ids and text of one telling of the answer."""
-
-    __slots__ = ("fields", "ids")
-
-    def __init__(self) -> None:
-        self.ids = array("I")
-        self.fields: dict[_Key, list[str]] = {}
-
-    def add(self, choice: _Choice) -> None:
-        if choice.token_ids:
-            self.ids.extend(choice.token_ids)
-        for key, text in _texts(choice):
-            self.fields.setdefault(key, []).append(text)
-
-    def text(self, key: _Key) -> str:
-        return "".join(self.fields.get(key, ()))
 
 
 class Answer:
@@ -129,14 +65,14 @@ class Answer:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._delivered = _Said()
+        self._delivered = Said()
         self._pieces = array("I")
         self._prompt_ids: array[int] | None = None
         self._opened = False
         self._tool_ids: dict[int, str] = {}
-        self._first: _Event | None = None
+        self._first: Event | None = None
         self._first_engine = True
-        self._retold: _Said | None = None
+        self._retold: Said | None = None
         """What the present engine has said again; None: all of it, from here on everything is new."""
         self._usage_told = False
         self.finished = False
@@ -159,11 +95,29 @@ class Answer:
             return None
         return Replay(self._prompt_ids, self._delivered.ids, self._pieces)
 
-    def next_engine(self) -> None:
-        """From here on the events are another engine's, or those of another attempt."""
+    @property
+    def prompt_ids(self) -> array[int] | None:
+        """Of the prompt; None: not known yet."""
+        return self._prompt_ids
+
+    def since(self, output: int, pieces: int) -> tuple[array[int], array[int]]:
+        """Return the ids and the pieces that were delivered after so many."""
+        return self._delivered.ids[output:], self._pieces[pieces:]
+
+    def next_engine(self, ahead: Retelling | None = None) -> None:
+        """From here on the events are another engine's, or those of another attempt.
+
+        Args:
+            ahead: what it has said already.
+
+        Raises:
+            Misstep: that is not what was delivered.
+        """
         if self.begun:
             self._first_engine = False
-        self._retold = _Said() if self._delivered.ids else None
+        self._retold = (ahead.said if ahead is not None else Said()) if self._delivered.ids else None
+        if ahead is not None and len(ahead.said.ids) >= len(self._delivered.ids) and self._beyond(ahead.said):
+            raise Misstep("it has said more than was delivered")
 
     def take(self, event: bytes) -> bytes:
         """Take one event, with the empty line that ends it, and return what of it goes to the client (nothing: empty).
@@ -172,7 +126,7 @@ class Answer:
             Misstep: it does not continue what was delivered.
             EngineFailed: the engine says that it failed, or gave the request up.
         """
-        payload = _data_of(event)
+        payload = data_of(event)
         if payload is None:
             return b"" if self._retold is not None else event  # a comment
         if payload == b"[DONE]":
@@ -181,7 +135,7 @@ class Answer:
             self.done = True
             return event
         try:
-            said = _decode(payload)
+            said = decode(payload)
         except msgspec.MsgspecError as error:
             raise Misstep(f"an event is not what it should be: {error}") from None
         if said.error is not None:
@@ -225,13 +179,13 @@ class Answer:
         elif self._delivered.ids and array("I", ids) != self._prompt_ids:
             raise Misstep("its prompt is another one")
 
-    def _opening(self, said: _Event, event: bytes) -> bytes:
+    def _opening(self, said: Event, event: bytes) -> bytes:
         if self._opened:
             return b""
         self._opened = True
         return self._told(said, event)
 
-    def _new(self, said: _Event, choice: _Choice, event: bytes) -> bytes:
+    def _new(self, said: Event, choice: Choice, event: bytes) -> bytes:
         self._delivered.add(choice)
         if choice.token_ids:
             self._pieces.append(len(choice.token_ids))
@@ -242,18 +196,27 @@ class Answer:
             return b""
         return self._told(said, event)
 
-    def _again(self, said: _Event, choice: _Choice, event: bytes) -> bytes:
+    def _again(self, said: Event, choice: Choice, event: bytes) -> bytes:
         assert self._retold is not None
-        retold, delivered = self._retold, self._delivered
+        retold, known = self._retold, len(self._delivered.ids)
         retold.add(choice)
-        known = len(delivered.ids)
         if len(retold.ids) < known:
             if choice.finish_reason is not None:
                 raise Misstep(f"it ended after {len(retold.ids)} of {known} tokens")
             return b""
-        if retold.ids[:known] != delivered.ids:
+        rest = self._beyond(retold)
+        beyond = retold.ids[known:]
+        if not beyond and not rest and choice.finish_reason is None:
+            return b""
+        # One event spans the seam: its ids and texts beyond what was delivered are an event of their own.
+        return self._new(*_cut(event, beyond, rest))
+
+    def _beyond(self, retold: Said) -> dict[Key, str]:
+        """All that was delivered has been told again: compare, and return the texts beyond."""
+        delivered = self._delivered
+        if retold.ids[: len(delivered.ids)] != delivered.ids:
             raise Misstep("it says other tokens than were delivered")
-        rest: dict[_Key, str] = {}
+        rest: dict[Key, str] = {}
         for key in retold.fields.keys() | delivered.fields.keys():
             before, now = delivered.text(key), retold.text(key)
             if not now.startswith(before):
@@ -261,13 +224,9 @@ class Answer:
             if len(now) > len(before):
                 rest[key] = now[len(before) :]
         self._retold = None
-        beyond = retold.ids[known:]
-        if not beyond and not rest and choice.finish_reason is None:
-            return b""
-        # One event spans the seam: its ids and texts beyond what was delivered are an event of their own.
-        return self._new(*_cut(event, beyond, rest))
+        return rest
 
-    def _with_known_tool_ids(self, choice: _Choice, event: bytes) -> bytes:
+    def _with_known_tool_ids(self, choice: Choice, event: bytes) -> bytes:
         """A tool call that began with another engine keeps the id that it has for the client."""
         changed: dict[int, str] = {}
         for call in (choice.delta.tool_calls or ()) if choice.delta is not None else ():
@@ -281,11 +240,11 @@ class Answer:
                 call["id"] = changed[call.get("index", 0)]
         return _event(value)
 
-    def _is_nothing(self, choice: _Choice, event: bytes) -> bool:
+    def _is_nothing(self, choice: Choice, event: bytes) -> bool:
         """Whether an event is there only because the gateway asked for the ids: the engine holds its text back."""
         return not self._asked.wants_ids and bytes(choice.logprobs) == b"null" and _NO_DELTA.search(event) is not None
 
-    def _told(self, said: _Event, event: bytes) -> bytes:
+    def _told(self, said: Event, event: bytes) -> bytes:
         """Return the event as the client gets it."""
         if self._first is None:
             self._first = said
@@ -301,29 +260,7 @@ class Answer:
         return _CREATED.sub(b'"created":%d' % self._first.created, event, count=1)
 
 
-def _texts(choice: _Choice) -> list[tuple[_Key, str]]:
-    texts: list[tuple[_Key, str]] = []
-    if choice.text:
-        texts.append((("text", 0), choice.text))
-    delta = choice.delta
-    if delta is not None:
-        if delta.content:
-            texts.append((("content", 0), delta.content))
-        if delta.reasoning:
-            texts.append((("reasoning", 0), delta.reasoning))
-        if delta.reasoning_content:
-            texts.append((("reasoning_content", 0), delta.reasoning_content))
-        if delta.refusal:
-            texts.append((("refusal", 0), delta.refusal))
-        for call in delta.tool_calls or ():
-            if call.function is not None and call.function.name:
-                texts.append((("name", call.index), call.function.name))
-            if call.function is not None and call.function.arguments:
-                texts.append((("arguments", call.index), call.function.arguments))
-    return texts
-
-
-def _cut(event: bytes, ids: array[int], rest: dict[_Key, str]) -> tuple[_Event, _Choice, bytes]:
+def _cut(event: bytes, ids: array[int], rest: dict[Key, str]) -> tuple[Event, Choice, bytes]:
     """Return ``event`` with only ``ids`` and the texts ``rest``."""
     value = _decode_any(_payload(event))
     choice = value["choices"][0]
@@ -349,7 +286,7 @@ def _cut(event: bytes, ids: array[int], rest: dict[_Key, str]) -> tuple[_Event, 
             delta["tool_calls"] = calls
         choice["delta"] = delta
     encoded = _event(value)
-    said = _decode(_payload(encoded))
+    said = decode(_payload(encoded))
     return said, said.choices[0], encoded
 
 
@@ -378,15 +315,8 @@ def _null_ids(match: re.Match[bytes]) -> bytes:
     return b'"prompt_token_ids":null' if match.group(1) else b'"token_ids":null'
 
 
-def _data_of(event: bytes) -> bytes | None:
-    """Return the data of an event; None when it has none (a comment)."""
-    if event.startswith(b"data:"):
-        return event[5:].strip()
-    return None
-
-
 def _payload(event: bytes) -> bytes:
-    payload = _data_of(event)
+    payload = data_of(event)
     assert payload is not None
     return payload
 

@@ -41,6 +41,13 @@ class Try(Protocol):
         """That engine does not serve any more: read no further."""
 
 
+class Stagings(Protocol):
+    """What one stream has waiting at engines that do not serve yet."""
+
+    def look(self) -> None:
+        """The worker's row of the routing table has changed."""
+
+
 class HeldWorker:
     """The worker as the gateway sees it.
 
@@ -60,6 +67,7 @@ class HeldWorker:
         """Why no request of this worker will be answered any more."""
         self.line = Line(self.counts, self._tell)
         """Of requests that engines may have died of."""
+        self.stagings: set[Stagings] = set()
         self._tries: set[Try] = set()
         self._changed = asyncio.Event()
         self._lost: Target | None = None
@@ -97,6 +105,8 @@ class HeldWorker:
         for each in [each for each in self._tries if each.target != target]:
             each.drop()
         self._tell()
+        for staging in list(self.stagings):
+            staging.look()
 
     def removed(self) -> None:
         """The worker left the routing table."""

@@ -6,6 +6,8 @@
           ▲                  │              │
           └──── refused ─────┴─── cut off ──┘      a comment every keepalive period, whatever it waits for
 
+An engine where the request waits already (`shadowsup.supervisor.gateway.held_stage`) is not asked, but told to go on.
+
 What reaches the client is whole events that `Answer` let through. A request whose answer is not followed (not streamed, or with an
 `OBSTACLES`) is sent again as it was as long as its client has nothing of an answer; after that it is broken off with a retryable error.
 """
@@ -22,13 +24,15 @@ import aiohttp
 from aiohttp import web
 
 from shadowsup.supervisor.gateway import shapes
-from shadowsup.supervisor.gateway.answer import Answer, EngineFailed, Misstep
+from shadowsup.supervisor.gateway.answer import Answer, EngineFailed
+from shadowsup.supervisor.gateway.answer_events import Misstep
 from shadowsup.supervisor.gateway.errors import ApiError, unavailable
 from shadowsup.supervisor.gateway.generate import Record
 from shadowsup.supervisor.gateway.held import HeldWorker, Patience, Target
 from shadowsup.supervisor.gateway.held_plain import AnsweredError, EngineError, check_event, tokens_in
 from shadowsup.supervisor.gateway.held_request import Asked
-from shadowsup.supervisor.gateway.held_servers import Asking, Servers
+from shadowsup.supervisor.gateway.held_servers import Asking, Reading, Servers
+from shadowsup.supervisor.gateway.held_stage import Lines, Staging
 from shadowsup.supervisor.gateway.held_turn import LONG_ENOUGH_S, Turn
 from shadowsup.supervisor.gateway.metrics import Metrics
 from shadowsup.supervisor.gateway.proxy import headers_back
@@ -55,6 +59,7 @@ class HeldProxy:
 
     def __init__(self, servers: Servers, metrics: Metrics, keepalive_s: float) -> None:
         self.servers = servers
+        self.lines = Lines()
         self.metrics = metrics
         self.keepalive_s = keepalive_s
 
@@ -84,6 +89,7 @@ class HeldProxy:
         finally:
             run.leave()
             worker.inflight -= 1
+            await run.nothing_waits()
 
 
 class _ClientLeft(Exception):
@@ -110,9 +116,17 @@ class _Run:
         self._last_epoch = -1
         self._resubmissions = 0
         self._follows = Answer(asked) if asked is not None and asked.followed else None
+        self._ahead: Staging | None = None
+        if asked is not None and self._follows is not None:
+            self._ahead = Staging(owner.servers, owner.lines, worker, http, asked, record.id, self._follows)
         self._streams = asked is not None and asked.stream
         self._begun = False  # the client has something of an answer; comments are none
         self.response = web.StreamResponse(headers=_STREAM_HEADERS | {"x-request-id": record.id})
+
+    async def nothing_waits(self) -> None:
+        """Whatever was sent ahead is not needed any more."""
+        if self._ahead is not None:
+            await self._ahead.close()
 
     async def to_the_end(self) -> web.StreamResponse:
         while True:
@@ -194,6 +208,10 @@ class _Run:
 
     async def _at(self, target: Target, session: aiohttp.ClientSession) -> web.StreamResponse:
         """Send the request to ``target`` and read its answer; raises what tells that another must be asked."""
+        if self._ahead is not None and self._follows is not None and self._follows.output_tokens and self._ahead.waits(target):
+            answered = await self._gone_on(target, self._ahead, self._follows)
+            if answered is not None:
+                return answered
         body = self._body_for(target)
         asking = self._loop.create_task(self._owner.servers.ask(session, target.upstream, self._http, body, self._record.id))
         this = Asking(target, asking)
@@ -212,7 +230,7 @@ class _Run:
                 raise EngineError(answer.status, headers_back(answer), await answer.read())
             if not answer.content_type.startswith("text/event-stream"):
                 return await self._whole(answer)
-            return await (self._streamed(answer) if self._follows is None else self._followed(answer, self._follows))
+            return await (self._streamed(answer) if self._follows is None else self._followed(answer, self._follows, EventSplitter()))
         finally:
             if self._lived is not None:
                 self._lived.cancel()
@@ -221,22 +239,48 @@ class _Run:
             with contextlib.suppress(asyncio.CancelledError, *_CUT_OFF):
                 await asking
 
-    def _body_for(self, target: Target) -> bytes:
-        if self._asked is None:
-            return self._raw
+    async def _gone_on(self, target: Target, staging: Staging, follows: Answer) -> web.StreamResponse | None:
+        """Let the request that waits at ``target`` go on and read its answer; None: it did not come so far as to say anything new."""
+        ahead = await staging.go(target, self._rid_at(target))
+        this = Reading(target, ahead.answer)
+        self._worker.began(this)
+        self._count_replay()
+        known = follows.output_tokens
+        try:
+            follows.next_engine(ahead.retelling)
+            return await self._followed(ahead.answer, follows, ahead.events)
+        except (*_CUT_OFF, EngineFailed, Misstep) as error:
+            if follows.output_tokens > known or follows.finished or self._worker.target != target or self._worker.ended is not None:
+                raise
+            log.warning("request %s waited in vain and is replayed: %s: %s", self._record.id, type(error).__name__, error)
+            return None
+        finally:
+            self._worker.over(this)
+            staging.drop(target)
+
+    def _count_replay(self) -> None:
+        self._record.replays += 1
+        self._worker.counts.replays += 1
+
+    def _rid_at(self, target: Target) -> str:
         rid = self._record.id
         if target.epoch == self._last_epoch:
             # An engine refuses a (request, epoch) that it has seen.
             self._resubmissions += 1
             rid = f"{rid}~{self._resubmissions}"
         self._last_epoch = target.epoch
+        return rid
+
+    def _body_for(self, target: Target) -> bytes:
+        if self._asked is None:
+            return self._raw
+        rid = self._rid_at(target)
         replay = None
         if self._follows is not None:
             replay = self._follows.replay()
             self._follows.next_engine()
         if replay is not None:
-            self._record.replays += 1
-            self._worker.counts.replays += 1
+            self._count_replay()
         return self._asked.written_for(rid, target.epoch, replay)
 
     # When it fails
@@ -348,8 +392,7 @@ class _Run:
             await self._write(b"".join(whole))
         return await self._write_eof()
 
-    async def _followed(self, answer: aiohttp.ClientResponse, follows: Answer) -> web.StreamResponse:
-        events = EventSplitter()
+    async def _followed(self, answer: aiohttp.ClientResponse, follows: Answer, events: EventSplitter) -> web.StreamResponse:
         while True:
             chunk = await self._chunk(answer, follows)
             known = follows.output_tokens
@@ -363,6 +406,8 @@ class _Run:
                     break
             if follows.output_tokens > known:
                 self._tokens(follows.output_tokens - known)
+                if self._ahead is not None:
+                    self._ahead.look()
             news = b"".join(parts)
             if news:
                 self._begun = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 from multidict import CIMultiDict
 
-from shadowsup.supervisor.gateway.answer import DEAD_REASONS, EngineFailed
+from shadowsup.supervisor.gateway.answer import EngineFailed
+from shadowsup.supervisor.gateway.answer_events import DEAD_REASONS
 from shadowsup.supervisor.gateway.errors import ApiError
 
 

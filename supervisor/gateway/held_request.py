@@ -11,6 +11,7 @@ Such an engine (vLLM) is sent what the client wrote, and beside it
 ``shadowsup_prompt``  replay only: ids of the prompt, little-endian u32, base64. A template that tells the time would render another one
 ``shadowsup_output``  replay only: the ids that were generated and delivered, likewise
 ``shadowsup_pieces``  replay only: how many ids each delivered event had, likewise: parsers are fed the same pieces again
+``shadowsup_stage``   sent ahead to a parked engine, with the prompt and without output: wait, under this key (`shadowsup.wire.staged`)
 ===================== ===================================================================================================================
 """
 
@@ -82,6 +83,18 @@ class Asked:
         """
         if not self.followed:
             return self.raw
+        xargs: dict[str, Any] = {OURS + "request": rid, OURS + "epoch": epoch}
+        if replay is not None:
+            xargs[OURS + "prompt"] = packed(replay.prompt_ids)
+            xargs[OURS + "output"] = packed(replay.output_ids)
+            xargs[OURS + "pieces"] = packed(replay.pieces)
+        return self._written(xargs)
+
+    def written_ahead(self, rid: str, key: str, prompt_ids: array[int]) -> bytes:
+        """Return the body for a parked engine, which may have to go on with it."""
+        return self._written({OURS + "request": rid, OURS + "epoch": 0, OURS + "prompt": packed(prompt_ids), OURS + "stage": key})
+
+    def _written(self, xargs: dict[str, Any]) -> bytes:
         if not self._head:
             ours: dict[str, Any] = {"return_token_ids": True}
             if "include_reasoning" in self._body:
@@ -89,21 +102,21 @@ class Asked:
             theirs = {key: value for key, value in self._body.items() if key not in _FIELDS_OF_OURS}
             self._head = _encode(theirs | ours)[:-1] + f', "{XARGS}": '.encode()
             self._body = {}  # a long prompt is kept once
-        xargs = self._xargs | {OURS + "request": rid, OURS + "epoch": epoch}
-        if replay is not None:
-            xargs[OURS + "prompt"] = packed(replay.prompt_ids)
-            xargs[OURS + "output"] = packed(replay.output_ids)
-            xargs[OURS + "pieces"] = packed(replay.pieces)
-        return self._head + _encode(xargs) + b"}"
+        return self._head + _encode(self._xargs | xargs) + b"}"
 
 
 def packed(ids: array[int]) -> str:
     """Return ``ids`` as base64 of little-endian u32: a tenth of the time and half the size of a JSON array."""
+    return base64.b64encode(little_endian(ids)).decode()
+
+
+def little_endian(ids: array[int]) -> bytes:
+    """Return ``ids`` as little-endian u32."""
     assert ids.itemsize == 4
     if sys.byteorder == "big":
         ids = array("I", ids)
         ids.byteswap()
-    return base64.b64encode(ids.tobytes()).decode()
+    return ids.tobytes()
 
 
 def _encode(value: dict[str, Any]) -> bytes:

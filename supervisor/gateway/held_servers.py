@@ -28,6 +28,17 @@ class Asking:
             self.asking.result().close()
 
 
+class Reading:
+    """One request that was let go at one engine (a `Try`)."""
+
+    def __init__(self, target: Target, answer: aiohttp.ClientResponse) -> None:
+        self.target = target
+        self._answer = answer
+
+    def drop(self) -> None:
+        self._answer.close()
+
+
 @dataclass(slots=True)
 class _Server:
     session: aiohttp.ClientSession

@@ -12,6 +12,9 @@ from typing import Any
 
 from aiohttp import web
 
+from shadowsup.wire import staged
+from shadowsup.wire.framing import Unpacker, pack
+
 PROMPT = [11, 12, 13]
 REASONING = ["Let", " me", " think"]
 TOOL = ['{"ci', 'ty": ', '"Ulm"}']
@@ -60,6 +63,11 @@ class StubVllm:
     lies: bool = False
     """Replays other text than was delivered."""
     seen: set[tuple[str, int]] = field(default_factory=set)
+    ahead: dict[str, asyncio.Queue[staged.ToServer]] = field(default_factory=dict)
+    """By key: requests that wait, and what is said of each."""
+    told: list[staged.ToServer] = field(default_factory=list)
+    ahead_fault: str = ""
+    """What goes wrong with requests that wait: "refuses", "another prompt", "forgets", "breaks" or "lies"."""
 
     def __post_init__(self) -> None:
         self.breaks.set()
@@ -71,6 +79,7 @@ class StubVllm:
         await self._runner.setup()
         self.path = str(self.folder / f"vllm{self.number}.sock")
         await web.UnixSite(self._runner, self.path).start()
+        self._line = await asyncio.start_unix_server(self._listen, staged.socket_of(self.path))
         return self
 
     @property
@@ -88,6 +97,7 @@ class StubVllm:
     async def stop(self) -> None:
         """As after a SIGKILL."""
         self.die()
+        self._line.close()
         await self._runner.cleanup()
         Path(self.path).unlink(missing_ok=True)
 
@@ -117,6 +127,8 @@ class StubVllm:
             self.seen.add(once)
         if not body.get("stream"):
             return await self._plain(http, body)
+        if "shadowsup_stage" in xargs:
+            return await self._wait(http, body, xargs)
         events = self.events(http.path.endswith("chat/completions"), body, http.headers["X-Request-Id"])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(http)
@@ -156,6 +168,51 @@ class StubVllm:
             raise
         await response.write_eof()
         return response
+
+    async def _wait(self, http: web.Request, body: dict[str, Any], xargs: dict[str, Any]) -> web.StreamResponse:
+        if self.ahead_fault == "refuses":
+            return web.json_response({"error": {"message": "no", "type": "x", "code": 400}}, status=400)
+        assert unpacked(xargs["shadowsup_prompt"]) == PROMPT and not xargs.keys() & {"shadowsup_output", "shadowsup_pieces"}
+        key, chat = xargs["shadowsup_stage"], http.path.endswith("chat/completions")
+        whole = self.events(chat, {**body, "vllm_xargs": {}}, http.headers["X-Request-Id"])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(http)
+        queue = self.ahead[key] = asyncio.Queue()
+        try:
+            if chat:
+                await response.write(whole[0].replace(b"[11,", b"[12,") if self.ahead_fault == "another prompt" else whole[0])
+            events, at = whole[chat:], 0
+            while True:
+                said = await queue.get()
+                ids = list(struct.unpack(f"<{len(said.output) // 4}I", said.output))
+                pieces = struct.unpack(f"<{len(said.pieces) // 4}I", said.pieces)
+                assert ids == list(range(100 + at, 100 + at + len(ids))) and sum(pieces) == len(ids)
+                if self.ahead_fault == "breaks" and isinstance(said, staged.Go):
+                    assert http.transport is not None
+                    http.transport.abort()
+                    return response
+                again = b"".join(events[at : at + len(ids)])  # what a real one says in one event
+                await response.write(again.replace(b"Hel", b"Nay") if self.ahead_fault == "lies" else again)
+                at += len(ids)
+                if isinstance(said, staged.Go):
+                    self.seen.add((said.request, said.epoch))
+                    await response.write(b"".join(events[at:]))
+                    await response.write_eof()
+                    return response
+        finally:
+            del self.ahead[key]
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        unpacker = Unpacker()
+        while data := await reader.read(1 << 16):
+            for frame in unpacker.feed(data):
+                for message in staged.decode_for_server(frame):
+                    self.told.append(message)
+                    if self.ahead_fault == "forgets" or message.key not in self.ahead:
+                        writer.write(pack(staged.encode([staged.Unknown(key=message.key)])))
+                    else:
+                        self.ahead[message.key].put_nowait(message)
+        writer.close()
 
     async def _plain(self, http: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.gates is not None:

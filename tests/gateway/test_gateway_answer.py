@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from shadowsup.supervisor.gateway.answer import Answer, EngineFailed, Misstep
+from shadowsup.supervisor.gateway.answer import Answer, EngineFailed
+from shadowsup.supervisor.gateway.answer_events import Misstep
 from shadowsup.supervisor.gateway.errors import ApiError
 from shadowsup.supervisor.gateway.held_request import Asked, obstacle
 from shadowsup.supervisor.gateway.sse import EventSplitter

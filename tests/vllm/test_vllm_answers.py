@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 from vllm_world import core_of, python
 
 from shadowsup.supervisor.bench.node import Node, engine_of
-from shadowsup.supervisor.gateway.answer import Answer, Misstep
-from shadowsup.supervisor.gateway.held_request import Asked
+from shadowsup.supervisor.gateway.answer import Answer
+from shadowsup.supervisor.gateway.answer_events import Misstep, Retelling
+from shadowsup.supervisor.gateway.held_request import Asked, little_endian
 from shadowsup.supervisor.gateway.sse import EventSplitter
+from shadowsup.wire import staged
+from shadowsup.wire.framing import pack
 
 pytestmark = [
     pytest.mark.vllm,
@@ -117,8 +121,44 @@ class Told:
 class Engine:
     """The server of the active engine, asked as the gateway asks it."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
+    def __init__(self, session: aiohttp.ClientSession, path: str) -> None:
         self._session = session
+        self._path = path
+
+    async def tell_ahead(self, path: str, asked: Asked, answer: Answer, told: Told, until: int | None = None) -> None:
+        """As `tell`, but have the request wait there first, tell it half of the output, and only then let it go on."""
+        replay, key = answer.replay(), secrets.token_hex(8)
+        assert replay is not None
+        headers = {"Content-Type": "application/json", "X-Request-Id": key}
+        reader, writer = await asyncio.open_unix_connection(staged.socket_of(self._path))
+        ahead, events, half = Retelling(replay.prompt_ids), EventSplitter(), len(replay.pieces) // 2
+        first, last = replay.pieces[:half], replay.pieces[half:]
+        parts = [(replay.output_ids[: sum(first)], first), (replay.output_ids[sum(first) :], last)]
+        (half_ids, half_pieces), (rest_ids, rest_pieces) = [tuple(little_endian(one) for one in part) for part in parts]
+        body = asked.written_ahead(key, key, replay.prompt_ids)
+        async with self._session.post("http://localhost" + path, data=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            while True:  # until it waits
+                writer.write(pack(staged.encode([staged.Told(key=key, output=half_ids, pieces=half_pieces)])))
+                writer.write(pack(staged.encode([staged.Told(key="nobody", output=b"", pieces=b"")])))
+                frames = [frame async for frame in _frames(reader, b"nobody")]
+                if key.encode() not in b"".join(frames):
+                    break
+                await asyncio.sleep(0.01)
+            while len(ahead.said.ids) < sum(first):
+                for event in events.feed(await response.content.readany()):
+                    ahead.take(event)
+            writer.write(pack(staged.encode([staged.Go(key=key, request=key, epoch=1, output=rest_ids, pieces=rest_pieces)])))
+            answer.next_engine(ahead)
+            async for chunk in response.content.iter_any():
+                for event in events.feed(chunk):
+                    said = answer.take(event)
+                    if said and not answer.done:
+                        told.event(json.loads(said.removeprefix(b"data: ")))
+                    if until is not None and answer.output_tokens >= until:
+                        writer.close()
+                        return
+        writer.close()
 
     async def tell(self, path: str, asked: Asked, answer: Answer, told: Told, until: int | None = None) -> None:
         """Have it go on with ``answer``, and hang up after ``until`` tokens."""
@@ -139,10 +179,19 @@ class Engine:
                         return
 
 
+async def _frames(reader: asyncio.StreamReader, last: bytes) -> AsyncIterator[bytes]:
+    """Yield what is answered up to the answer with ``last`` in it."""
+    said = b""
+    while last not in said:
+        said = await reader.read(1 << 16)
+        assert said
+        yield said
+
+
 async def engine(node: Node) -> tuple[aiohttp.ClientSession, Engine]:
     active = await engine_of(node, "active")
     session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(node.runtime_dir / f"link-{active['id']}.sock")))
-    return session, Engine(session)
+    return session, Engine(session, str(node.runtime_dir / f"link-{active['id']}.sock"))
 
 
 def asked_for(path: str, body: dict[str, Any]) -> Asked:
@@ -171,19 +220,55 @@ async def test_whatever_was_asked_for_goes_on_where_it_stopped(node: Node) -> No
             want = await undisturbed(active, path, body)
             count = want.usage[1]
             assert count > 15, name
-            for cuts in ((1, 4), (count // 2,), (count - 1,)):
+            for cuts, ahead in (((1, 4), False), ((1, 4), True), ((count // 2,), False), ((count // 2,), True), ((count - 1,), False)):
                 asked = asked_for(path, body)
                 answer, told = Answer(asked), Told()
                 for cut in (*cuts, None):
                     if answer.finished:  # the last event had several tokens
                         told.event(json.loads(answer.end().split(b"\n\n")[0].removeprefix(b"data: ")))
                         break
-                    await active.tell(path, asked, answer, told, cut)
+                    tell = active.tell_ahead if ahead and answer.output_tokens else active.tell
+                    await tell(path, asked, answer, told, cut)
                 if told != want:
-                    wrong[f"{name}, cut at {cuts}"] = (told, want)
+                    wrong[f"{name}, cut at {cuts}, ahead: {ahead}"] = (told, want)
 
         await asyncio.gather(*(cut_up(name, *case) for name, case in cases.items()))
         assert not wrong, "\n".join(f"{name}:\n  {told}\n  {want}" for name, (told, want) in wrong.items())
+
+
+async def test_what_waits_is_let_go_once_and_a_client_that_leaves_takes_it_along(node: Node) -> None:
+    session, active = await engine(node)
+    async with session:
+        path, body = chat(temperature=0, ignore_eos=True)
+        asked = asked_for(path, body)
+        answer = Answer(asked)
+        await active.tell(path, asked, answer, Told(), 5)
+        replay = answer.replay()
+        assert replay is not None
+        reader, writer = await asyncio.open_unix_connection(staged.socket_of(active._path))
+
+        async def unknown(message: staged.Go | staged.Told) -> bool:
+            writer.write(pack(staged.encode([message, staged.Told(key="nobody", output=b"", pieces=b"")])))
+            return message.key.encode() in b"".join([frame async for frame in _frames(reader, b"nobody")])
+
+        for key, stays in (("stays", True), ("leaves", False)):
+            headers = {"Content-Type": "application/json", "X-Request-Id": key}
+            sent = asked.written_ahead(key, key, replay.prompt_ids)
+            response = await session.post("http://localhost" + path, data=sent, headers=headers)
+            await response.content.readuntil(b"\n\n")  # it waits
+            if stays:
+                ids, pieces = little_endian(replay.output_ids), little_endian(replay.pieces)
+                go = staged.Go(key=key, request=key, epoch=1, output=ids, pieces=pieces)
+                assert not await unknown(go)
+                assert b"[DONE]" in await response.read()
+                assert await unknown(go)
+            else:
+                assert not await unknown(staged.Told(key=key, output=b"", pieces=b""))
+                response.close()
+                async with asyncio.timeout(10):
+                    while not await unknown(staged.Told(key=key, output=b"", pieces=b"")):  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+        writer.close()
 
 
 async def test_output_that_is_replayed_is_no_prompt(node: Node) -> None:

@@ -37,6 +37,21 @@ def test_the_two_ends_agree() -> None:
         assert claims.of(nothing) is None and claims.output_of(SimpleNamespace(extra_args=nothing)) == []
 
 
+def test_what_is_sent_ahead_has_a_key_and_a_prompt_and_no_output() -> None:
+    import json
+
+    body = {"model": "m", "messages": [], "stream": True, "vllm_xargs": {"mine": 1}}
+    extra = json.loads(held_request.Asked(True, body, b"").written_ahead("r", "r.k", array("I", [4, 5])))["vllm_xargs"]
+    claim = claims.of(extra)
+    assert claim is not None and (claim.stage, claim.prompt, claim.output, claim.goes_on) == ("r.k", [4, 5], [], True)
+    assert claims.rest(extra) == {"mine": 1}
+    assert claims.ids_of(held_request.little_endian(array("I", [7, 2**31]))) == [7, 2**31]
+    assert claims.packed([7, 2**31]) == held_request.packed(array("I", [7, 2**31]))
+    for wrong in ({claims.STAGE: 1}, {claims.PROMPT: ""}, {claims.OUTPUT: claims.packed([1]), claims.PIECES: claims.packed([1])}):
+        with pytest.raises(BadClaim):
+            claims.of(extra | wrong)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -57,9 +72,9 @@ def test_what_is_no_claim_is_refused(change: dict[str, Any]) -> None:
 
 def test_a_second_one_of_the_same_epoch_is_refused() -> None:
     seen, claim = Seen(), claims.of(written(None))
-    assert claim is not None and seen.first(claim) and not seen.first(claim)
+    assert claim is not None and seen.first(claim.request, claim.epoch) and not seen.first(claim.request, claim.epoch)
     later = claims.of(written(None) | {claims.EPOCH: 8})
-    assert later is not None and seen.first(later)
+    assert later is not None and seen.first(later.request, later.epoch)
 
 
 class Message(SimpleNamespace):

@@ -60,6 +60,7 @@ class Kept:
         self.hasher: BlockHasher | None = None
         """Set by `shadowsup.workers.vllm.core`, which puts it in vLLM's place."""
         self.max_context: int = scheduler.max_model_len
+        self._followed: LedgerReader | None = None
         self._steps: dict[int, tuple[Any, list[Fresh]]] = {}
         # What comes before the promotion waits in the queue.
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
@@ -105,6 +106,9 @@ class Kept:
     # --- `Life`'s ----------------------------------------------------------------------------------------------------------------------
 
     def follow(self, ledger: LedgerReader) -> None:
+        if ledger is not self._followed and self.hasher is not None:
+            # Requests that come ahead of a failover are hashed for the blocks that this engine is to have.
+            self._followed, self.hasher.salt = ledger, ledger.header().salt
         self.pool.follow(ledger)
 
     def promote(self, ledger: LedgerWriter, *, fenced: bool) -> tuple[int, int]:

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "shadowsup_"
-REQUEST, EPOCH, PROMPT, OUTPUT, PIECES = (PREFIX + name for name in ("request", "epoch", "prompt", "output", "pieces"))
+REQUEST, EPOCH, PROMPT, OUTPUT, PIECES, STAGE = (PREFIX + name for name in ("request", "epoch", "prompt", "output", "pieces", "stage"))
+
+HELD, HELD_BEFORE = PREFIX + "held", PREFIX + "held_before"
+"""From the API server to EngineCore: hold this request back; the one of the same id that was held back goes on, with this output."""
 
 MOST_SEEN = 65536
 """Requests that are remembered, to refuse a second one of the same id and epoch."""
@@ -35,6 +38,13 @@ class Claim:
     output: list[int]
     pieces: list[int]
     """Sizes, in ids, of the events in which ``output`` was delivered."""
+    stage: str = ""
+    """It comes ahead of a failover and waits, under this key."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is, or will be, the continuation of another engine's; its prompt is known then."""
+        return bool(self.output or self.stage)
 
 
 def of(extra: Mapping[str, Any] | None) -> Claim | None:
@@ -51,7 +61,10 @@ def of(extra: Mapping[str, Any] | None) -> Claim | None:
     prompt, output, pieces = (_unpacked(extra, key) for key in (PROMPT, OUTPUT, PIECES))
     if sum(pieces) != len(output) or bool(output) > bool(prompt):
         raise BadClaim(f"{OUTPUT} has {len(output)} ids, {PIECES} has {sum(pieces)}, {PROMPT} has {len(prompt)}")
-    return Claim(request, epoch, prompt, output, pieces)
+    stage = extra.get(STAGE, "")
+    if not isinstance(stage, str) or (stage and (output or not prompt)):
+        raise BadClaim(f"{STAGE} must be a string, and goes with {PROMPT} alone")
+    return Claim(request, epoch, prompt, output, pieces, stage)
 
 
 def output_of(sampling_params: Any) -> list[int]:
@@ -71,9 +84,9 @@ class Seen:
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, int], None] = OrderedDict()
 
-    def first(self, claim: Claim) -> bool:
+    def first(self, request: str, epoch: int) -> bool:
         """Return whether it is the first, and remember it."""
-        key = (claim.request, claim.epoch)
+        key = (request, epoch)
         if key in self._seen:
             return False
         self._seen[key] = None
@@ -86,10 +99,26 @@ def _unpacked(extra: Mapping[str, Any], key: str) -> list[int]:
     """Return ids that are written as base64 of little-endian u32."""
     text = extra.get(key, "")
     try:
-        data = base64.b64decode(text, validate=True)
-        ids = array("I", data)
+        return ids_of(base64.b64decode(text, validate=True))
     except (TypeError, ValueError, binascii.Error) as error:
         raise BadClaim(f"{key} is not base64 of 32-bit numbers: {error}") from None
+
+
+def ids_of(data: bytes) -> list[int]:
+    """Return ids that are written as little-endian u32.
+
+    Raises:
+        ValueError: it is not a whole number of them.
+    """
+    ids = array("I", data)
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tolist()
+
+
+def packed(ids: list[int]) -> str:
+    """Return ids as the gateway writes them."""
+    written = array("I", ids)
+    if sys.byteorder == "big":
+        written.byteswap()
+    return base64.b64encode(written.tobytes()).decode()

@@ -1,9 +1,13 @@
-"""Seam: `EngineCore.preprocess_add_request` (read in 0.26.0 and 0.32.0, run with 0.32.0): a request begins with output.
+"""Seams: `EngineCore.preprocess_add_request` and `_handle_client_request` (read in 0.26.0 and 0.32.0, run with 0.32.0): a request begins
+with output.
 
 It is then like one that was preempted, its blocks taken and its turn come again: nothing computed, prompt and output there, looked up in
 the prefix cache together, scheduled as one prefill. `max_tokens`, `min_tokens` and the length of the context count the output
 (`check_stop`), and the second model runner (V2) takes ids, penalties, and the positions that seeded sampling hashes from what the scheduler
 says. It stays WAITING, though: a model runner (V1) asked to resume a request that it does not know fails.
+
+One that comes ahead of a failover is made, its blocks named, and kept here instead of going to the scheduler; what goes on later under
+its id brings the output alone. Messages of one API server are taken in order, and an abort forgets what is kept.
 """
 
 from __future__ import annotations
@@ -14,24 +18,68 @@ from typing import Any
 from shadowsup.workers.vllm.replay import claim as claims
 
 _original: dict[str, Callable[..., Any]] = {}
+HELD_BACK = object()
+"""Goes through the input queue in place of a request that is held back."""
+_held: dict[str, tuple[Any, bytes]] = {}
+"""By request id, with the salt of its blocks' names. The thread that reads the socket puts in and takes out; the busy loop takes out what
+is aborted."""
+
+
+class NotHeld(Exception):
+    """Raised when nothing is held under a request's id. vLLM fails the one request."""
 
 
 def install() -> None:
     """Idempotent."""
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     if _original:
         return
     _original["preprocess"] = EngineCore.preprocess_add_request
+    _original["handle"] = EngineCoreProc._handle_client_request
     EngineCore.preprocess_add_request = _preprocess_add_request
+    EngineCoreProc._handle_client_request = _handle_client_request
 
 
 def _preprocess_add_request(engine: Any, request: Any) -> Any:
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    if claims.HELD_BEFORE in extra:
+        return _go_on(engine, request), request.current_wave
+    if claims.HELD not in extra:
+        made, wave = _original["preprocess"](engine, request)
+        output = claims.output_of(made.sampling_params)
+        if output:
+            begin(made, output)
+        return made, wave
+    hasher = engine.scheduler.hasher
+    salt = hasher.salt
     made, wave = _original["preprocess"](engine, request)
-    output = claims.output_of(made.sampling_params)
-    if output:
-        begin(made, output)
-    return made, wave
+    _held[request.request_id] = (made, salt if hasher.salt == salt else b"")
+    return HELD_BACK, wave
+
+
+def _go_on(engine: Any, request: Any) -> Any:
+    made, salt = _held.pop(request.request_id, (None, b""))
+    if made is None:
+        raise NotHeld(f"the request {request.request_id} was not sent ahead")
+    made.sampling_params = request.sampling_params
+    made.sampling_params.extra_args = {key: value for key, value in request.sampling_params.extra_args.items() if key != claims.HELD_BEFORE}
+    made.arrival_time = request.arrival_time
+    if salt != engine.scheduler.hasher.salt:  # the blocks are others than those that were followed
+        made.block_hashes.clear()
+    begin(made, claims.output_of(made.sampling_params))
+    return made
+
+
+def _handle_client_request(core: Any, request_type: Any, request: Any) -> None:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    if request_type == EngineCoreRequestType.ADD and request[0] is HELD_BACK:
+        return
+    if request_type == EngineCoreRequestType.ABORT:
+        for request_id in request:
+            _held.pop(request_id, None)
+    _original["handle"](core, request_type, request)
 
 
 def begin(request: Any, output: list[int]) -> None:

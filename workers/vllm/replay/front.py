@@ -3,6 +3,7 @@
 - `OutputProcessor.add_request`: every request passes here before EngineCore hears of it. The claim is taken out of its extra arguments,
   a duplicate is refused, and a replay's output goes through the new request's detokenizer, stop strings and logprobs.
 - `RequestOutputCollector`: what its request's task reads. It gives out that output first, as one piece, before EngineCore says anything.
+  (Requests that come ahead of a failover: `shadowsup.workers.vllm.replay.stage`.)
 - `OpenAIServingChat` and `OpenAIServingCompletion`, `BaseRenderer.tokenize_prompts_async`: a replay's prompt is not tokenized again. With
   32 conversations of 8,000 tokens that would take longer than all else in a failover.
 """
@@ -53,18 +54,33 @@ def install() -> None:
 
         retold: Any = None
 
+        def tell(self, told: Any) -> None:
+            """Have ``told`` given out before what EngineCore says."""
+            self.retold = told if self.retold is None else joined(self.retold, told)
+            self.ready.set()
+
         def get_nowait(self) -> Any:
             retold, self.retold = self.retold, None
             return super().get_nowait() if retold is None else retold
 
         async def get(self) -> Any:
+            while self.retold is None and self.output is None:
+                self.ready.clear()
+                await self.ready.wait()
             retold, self.retold = self.retold, None
             return await super().get() if retold is None else retold
 
     _collector = RetellingCollector
 
 
-def _refusal(message: str) -> Exception:
+def retelling(queue: Any) -> Any:
+    """Make a collector one that gives out what it is told first; return it."""
+    queue.__class__ = _collector
+    return queue
+
+
+def refusal(message: str) -> Exception:
+    """Return the error that tells the gateway that it must not send this."""
     from vllm.exceptions import VLLMValidationError
 
     error: Exception = VLLMValidationError(message, parameter="vllm_xargs")
@@ -74,11 +90,9 @@ def _refusal(message: str) -> Exception:
 def _add_request(
     processor: Any, request: Any, prompt: str | None, parent_req: Any = None, request_index: int = 0, queue: Any = None, **more: Any
 ) -> None:
-    claim = _taken(request)
+    claim = taken(request)
     if claim is not None and claim.output:
-        _check(request, claim, parent_req)
-        if request.prompt_token_ids != claim.prompt:
-            request.prompt_token_ids = list(claim.prompt)
+        check(request, claim, parent_req)
     _original["add"](processor, request, prompt, parent_req, request_index, queue, **more)
     if claim is not None and claim.output:
         try:
@@ -86,27 +100,35 @@ def _add_request(
         except BaseException:
             processor.abort_requests([request.request_id], internal=True)
             raise
-        queue.__class__ = _collector
-        queue.retold = retold
+        retelling(queue).tell(retold)
 
 
-def _taken(request: Any) -> Claim | None:
-    """Take the claim out of a request."""
+def taken(request: Any) -> Claim | None:
+    """Take the claim out of a request, and give it the prompt that is claimed."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
     try:
         claim = claims.of(extra)
     except BadClaim as error:
-        raise _refusal(str(error)) from None
+        raise refusal(str(error)) from None
     if claim is None:
         return None
     params.extra_args = claims.rest(extra) or None
-    if not _seen.first(claim):
-        raise _refusal(f"the request {claim.request} has been here in epoch {claim.epoch}")
+    if not claim.stage:
+        only_once(claim.request, claim.epoch)
+    if claim.goes_on and request.prompt_token_ids != claim.prompt:
+        request.prompt_token_ids = list(claim.prompt)
     return claim
 
 
-def _check(request: Any, claim: Claim, parent_req: Any) -> None:
+def only_once(request: str, epoch: int) -> None:
+    """Refuse a second one."""
+    if not _seen.first(request, epoch):
+        raise refusal(f"the request {request} has been here in epoch {epoch}")
+
+
+def check(request: Any, claim: Claim, parent_req: Any) -> None:
+    """Refuse what cannot be continued."""
     from vllm.sampling_params import RequestOutputKind
 
     params = request.sampling_params
@@ -120,31 +142,48 @@ def _check(request: Any, claim: Claim, parent_req: Any) -> None:
     ]
     for is_wrong, what in wrong:
         if is_wrong:
-            raise _refusal(f"{what} cannot be continued")
+            raise refusal(f"{what} cannot be continued")
 
 
 def retell(state: Any, claim: Claim) -> Any:
     """Put a claim's output through the new request ``state`` and return vLLM's RequestOutput of it."""
+    return told(state, claim.output, claim.pieces)
+
+
+def told(state: Any, output: list[int], sizes: list[int]) -> Any:
+    """Put output that was delivered in pieces of ``sizes`` through a request's ``state``; return vLLM's RequestOutput of it."""
     detokenizer = state.detokenizer
     pieces: list[tuple[str, list[int]]] = []
     at = 0
-    for size in claim.pieces:
-        ids = claim.output[at : at + size]
+    for size in sizes:
+        ids = output[at : at + size]
         at += size
         stopped = detokenizer.update(ids, False)
         if stopped is not None:
-            raise _refusal(f"the output that was delivered has the stop string {stopped!r}")
+            raise refusal(f"the output that was delivered has the stop string {stopped!r}")
         pieces.append((detokenizer.get_next_output_text(False, True), ids))
-    _name_tokens(state.logprobs_processor, claim.output)
-    completion = state._new_completion_output(list(claim.output), None, None)
-    text = Retold("".join(text for text, _ in pieces))
-    text.pieces = pieces
-    completion.text = text
+    _name_tokens(state.logprobs_processor, output)
+    completion = state._new_completion_output(list(output), None, None)
+    completion.text = _retold(pieces)
     if state.stream_interval > 1:
         state.sent_tokens_offset = detokenizer.num_output_tokens()
     retold = state._new_request_output(state.external_req_id, [completion], False)
     retold.num_cached_tokens = None  # that the replay hits is no saving of the client's
     return retold
+
+
+def _retold(pieces: list[tuple[str, list[int]]]) -> Retold:
+    text = Retold("".join(text for text, _ in pieces))
+    text.pieces = pieces
+    return text
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Return one RequestOutput that says both, of which nothing was given out yet."""
+    pieces = [*first.outputs[0].text.pieces, *second.outputs[0].text.pieces]
+    first.add(second, aggregate=True)
+    first.outputs[0].text = _retold(pieces)
+    return first
 
 
 def _name_tokens(processor: Any, output: list[int]) -> None:
@@ -164,7 +203,7 @@ def _with_known_prompt(original: Callable[..., Any]) -> Callable[..., Any]:
             claim = claims.of(request.vllm_xargs)
         except BadClaim:
             claim = None  # refused where every request passes
-        known = _prompt.set(claim.prompt if claim is not None and claim.output else None)
+        known = _prompt.set(claim.prompt if claim is not None and claim.goes_on else None)
         try:
             return await original(serving, request, *args, **kwargs)
         finally:

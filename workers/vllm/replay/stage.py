@@ -1,0 +1,185 @@
+"""Seams: `AsyncLLM.__init__` and `_add_request` (read in 0.26.0 and 0.32.0, run with 0.32.0): requests that come ahead of a failover.
+
+The gateway sends a parked engine every request that may be replayed to it, when its stream has begun, as it would replay it. Such a request
+goes vLLM's own way, from the parsing of its body to the making of its parameters and the start of its answer, and stops where it would be
+handed to EngineCore: EngineCore is given it to hold back (`shadowsup.workers.vllm.replay.core`), and the output that its stream gets
+meanwhile is retold as it comes. In the failover `Go` names it and brings the last few tokens; what is left to do does not depend on how
+long the prompt is.
+
+It is the same code in the same order as a replay's, so what is said of a replay holds for it. What waits belongs to the connection that
+brought it: when that is closed vLLM aborts it like any request, and nothing of it is left. A `Go` for something that is not there is
+answered with `Unknown`, and the gateway replays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from shadowsup.wire import staged
+from shadowsup.wire.framing import FrameError, Unpacker, pack
+from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.vllm import current
+from shadowsup.workers.vllm.replay import claim as claims
+from shadowsup.workers.vllm.replay import front
+from shadowsup.workers.vllm.replay.claim import Claim
+
+log = logging.getLogger("shadowsup.engine")
+
+READ_BYTES = 1 << 20
+
+_original: dict[str, Callable[..., Any]] = {}
+_waiting: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""By key: the collectors of requests that wait. vLLM keeps them as long as the request."""
+_tasks: set[asyncio.Task[Any]] = set()
+
+
+def install() -> None:
+    """Idempotent."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if _original:
+        return
+    _original["init"] = AsyncLLM.__init__
+    _original["add"] = AsyncLLM._add_request
+    AsyncLLM.__init__ = _init
+    AsyncLLM._add_request = _add_request
+
+
+def _init(llm: Any, *args: Any, **kwargs: Any) -> None:
+    _original["init"](llm, *args, **kwargs)
+    try:
+        loop, spec = asyncio.get_running_loop(), current.read_spec()
+    except (RuntimeError, WorkerError):
+        return  # not the API server of an engine of ours
+    task = loop.create_task(_listen(staged.socket_of(spec.link_socket)), name="staged")
+    _tasks.add(task)
+
+
+async def _listen(path: str) -> None:
+    try:
+        server = await asyncio.start_unix_server(_serve, path, limit=READ_BYTES)
+    except OSError as error:
+        log.warning("requests cannot be sent ahead, %s cannot be listened on: %s", path, error)
+        return
+    await server.serve_forever()
+
+
+# --- a request comes ahead --------------------------------------------------------------------------------------------------------
+
+
+class _Waiting:
+    """What is known of a request that waits; hangs on its collector."""
+
+    __slots__ = ("claim", "held", "llm", "output", "request", "state")
+
+    def __init__(self, llm: Any, request: Any, state: Any, claim: Claim, held: bool) -> None:
+        self.llm = llm
+        self.request = request
+        self.state = state
+        self.claim = claim
+        self.held = held
+        self.output: list[int] = []
+
+
+async def _add_request(llm: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if not extra or claims.STAGE not in extra:
+        await _original["add"](llm, request, prompt, parent_req, index, queue)
+        return
+    claim = front.taken(request)
+    assert claim is not None
+    front.check(request, claim, parent_req)
+    llm.output_processor.add_request(request, prompt, parent_req, index, queue)
+    try:
+        # A grammar must be brought to where the output has brought it when it is made: EngineCore hears of such a request at its turn.
+        held = request.sampling_params.structured_outputs is None
+        queue = front.retelling(queue)
+        queue.waiting = _Waiting(llm, request, llm.output_processor.request_states[request.request_id], claim, held)
+        if held:
+            await llm.engine_core.add_request_async(_marked(request, {claims.HELD: True}))
+        queue.tell(front.told(queue.waiting.state, [], []))  # begins the answer
+        _waiting[claim.stage] = queue
+    except BaseException:
+        await llm.abort(request.request_id, internal=True)
+        raise
+
+
+def _marked(request: Any, marks: dict[str, Any]) -> Any:
+    """Return a copy of ``request`` with these extra arguments, too."""
+    made = copy.copy(request)
+    made.sampling_params = copy.copy(request.sampling_params)
+    made.sampling_params.extra_args = {**(request.sampling_params.extra_args or {}), **marks}
+    return made
+
+
+# --- what the gateway says of it --------------------------------------------------------------------------------------------------
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    unpacker = Unpacker()
+    try:
+        while data := await reader.read(READ_BYTES):
+            unknown: list[staged.Unknown] = []
+            for frame in unpacker.feed(data):
+                for message in staged.decode_for_server(frame):
+                    if not await _take(message):
+                        unknown.append(staged.Unknown(key=message.key))
+            if unknown:
+                writer.write(pack(staged.encode(unknown)))
+    except (FrameError, msgspec.MsgspecError, OSError) as error:
+        log.warning("what the gateway says of requests that wait cannot be read: %s", error)
+    finally:
+        writer.close()
+
+
+async def _take(message: staged.ToServer) -> bool:
+    """Returns whether anything waits under its key."""
+    queue = _waiting.get(message.key)
+    if queue is None:
+        return False
+    try:
+        await (_go(queue, message) if isinstance(message, staged.Go) else _told(queue, message))
+    except Exception as error:  # becomes its answer
+        _waiting.pop(message.key, None)
+        queue.put(error)
+    return True
+
+
+async def _told(queue: Any, message: staged.Told | staged.Go) -> None:
+    waiting: _Waiting = queue.waiting
+    output, pieces = claims.ids_of(message.output), claims.ids_of(message.pieces)
+    if sum(pieces) != len(output):
+        raise front.refusal(f"{sum(pieces)} ids in pieces, but {len(output)} in all")
+    if output:
+        waiting.output += output
+        queue.tell(front.told(waiting.state, output, pieces))
+
+
+async def _go(queue: Any, message: staged.Go) -> None:
+    waiting: _Waiting = queue.waiting
+    del _waiting[message.key]
+    front.only_once(message.request, message.epoch)
+    await _told(queue, message)
+    request, output = waiting.request, waiting.output
+    if not output:
+        raise front.refusal("there is no output to go on from")
+    most = request.sampling_params.max_tokens
+    if most is not None and len(output) >= most:
+        raise front.refusal("an answer that has all its tokens cannot be continued")
+    # Its time in the queue begins now, for vLLM's metrics and its order of priorities.
+    request.arrival_time = time.time()
+    if waiting.state.stats is not None:
+        waiting.state.stats.arrival_time = request.arrival_time
+    marks: dict[str, Any] = {claims.OUTPUT: claims.packed(output)}
+    made = _marked(request, marks | {claims.HELD_BEFORE: True} if waiting.held else marks)
+    if waiting.held:
+        made.prompt_token_ids = []  # EngineCore has them
+    await waiting.llm.engine_core.add_request_async(made)
