@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,13 +131,15 @@ class Engine:
         replay, key = answer.replay(), secrets.token_hex(8)
         assert replay is not None
         headers = {"Content-Type": "application/json", "X-Request-Id": key}
-        reader, writer = await asyncio.open_unix_connection(staged.socket_of(self._path))
         ahead, events, half = Retelling(replay.prompt_ids), EventSplitter(), len(replay.pieces) // 2
         first, last = replay.pieces[:half], replay.pieces[half:]
         parts = [(replay.output_ids[: sum(first)], first), (replay.output_ids[sum(first) :], last)]
         (half_ids, half_pieces), (rest_ids, rest_pieces) = [tuple(little_endian(one) for one in part) for part in parts]
         body = asked.written_ahead(key, key, replay.prompt_ids)
-        async with self._session.post("http://localhost" + path, data=body, headers=headers) as response:
+        async with (
+            line_to(self._path) as (reader, writer),
+            self._session.post("http://localhost" + path, data=body, headers=headers) as response,
+        ):
             assert response.status == 200, await response.text()
             while True:  # until it waits
                 writer.write(pack(staged.encode([staged.Told(key=key, output=half_ids, pieces=half_pieces)])))
@@ -156,9 +159,7 @@ class Engine:
                     if said and not answer.done:
                         told.event(json.loads(said.removeprefix(b"data: ")))
                     if until is not None and answer.output_tokens >= until:
-                        writer.close()
                         return
-        writer.close()
 
     async def tell(self, path: str, asked: Asked, answer: Answer, told: Told, until: int | None = None) -> None:
         """Have it go on with ``answer``, and hang up after ``until`` tokens."""
@@ -177,6 +178,17 @@ class Engine:
                         told.event(json.loads(said.removeprefix(b"data: ")))
                     if until is not None and answer.output_tokens >= until:
                         return
+
+
+@asynccontextmanager
+async def line_to(path: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Yield a connection on which an engine is told what becomes of what waits there."""
+    reader, writer = await asyncio.open_unix_connection(staged.socket_of(path))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 async def _frames(reader: asyncio.StreamReader, last: bytes) -> AsyncIterator[bytes]:
@@ -216,19 +228,27 @@ async def test_whatever_was_asked_for_goes_on_where_it_stopped(node: Node) -> No
         cases["stop string that is shown"] = text(temperature=0, presence_penalty=1.0, stop=[stop], include_stop_str_in_output=True)
         wrong: dict[str, Any] = {}
 
+        async def cut_at(cuts: tuple[int, ...], ahead: bool, path: str, body: dict[str, Any]) -> tuple[Answer, Told]:
+            asked = asked_for(path, body)
+            answer, told = Answer(asked), Told()
+            for cut in (*cuts, None):
+                if answer.finished:  # the last event had several tokens
+                    told.event(json.loads(answer.end().split(b"\n\n")[0].removeprefix(b"data: ")))
+                    break
+                tell = active.tell_ahead if ahead and answer.output_tokens else active.tell
+                await tell(path, asked, answer, told, cut)
+            return answer, told
+
         async def cut_up(name: str, path: str, body: dict[str, Any]) -> None:
             want = await undisturbed(active, path, body)
             count = want.usage[1]
             assert count > 15, name
             for cuts, ahead in (((1, 4), False), ((1, 4), True), ((count // 2,), False), ((count // 2,), True), ((count - 1,), False)):
-                asked = asked_for(path, body)
-                answer, told = Answer(asked), Told()
-                for cut in (*cuts, None):
-                    if answer.finished:  # the last event had several tokens
-                        told.event(json.loads(answer.end().split(b"\n\n")[0].removeprefix(b"data: ")))
+                for _ in range(4):
+                    answer, told = await cut_at(cuts, ahead, path, body)
+                    # Tokens that a busy server puts into one event are one piece for its parsers, which may say something else of them.
+                    if told == want or max(answer.since(0, 0)[1]) == 1:
                         break
-                    tell = active.tell_ahead if ahead and answer.output_tokens else active.tell
-                    await tell(path, asked, answer, told, cut)
                 if told != want:
                     wrong[f"{name}, cut at {cuts}, ahead: {ahead}"] = (told, want)
 
@@ -238,14 +258,13 @@ async def test_whatever_was_asked_for_goes_on_where_it_stopped(node: Node) -> No
 
 async def test_what_waits_is_let_go_once_and_a_client_that_leaves_takes_it_along(node: Node) -> None:
     session, active = await engine(node)
-    async with session:
+    async with session, line_to(active._path) as (reader, writer):
         path, body = chat(temperature=0, ignore_eos=True)
         asked = asked_for(path, body)
         answer = Answer(asked)
         await active.tell(path, asked, answer, Told(), 5)
         replay = answer.replay()
         assert replay is not None
-        reader, writer = await asyncio.open_unix_connection(staged.socket_of(active._path))
 
         async def unknown(message: staged.Go | staged.Told) -> bool:
             writer.write(pack(staged.encode([message, staged.Told(key="nobody", output=b"", pieces=b"")])))
@@ -268,7 +287,6 @@ async def test_what_waits_is_let_go_once_and_a_client_that_leaves_takes_it_along
                 async with asyncio.timeout(10):
                     while not await unknown(staged.Told(key=key, output=b"", pieces=b"")):  # noqa: ASYNC110
                         await asyncio.sleep(0.01)
-        writer.close()
 
 
 async def test_output_that_is_replayed_is_no_prompt(node: Node) -> None:

@@ -29,7 +29,6 @@ from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.vllm import current
 from shadowsup.workers.vllm.replay import claim as claims
 from shadowsup.workers.vllm.replay import front
-from shadowsup.workers.vllm.replay.claim import Claim
 
 log = logging.getLogger("shadowsup.engine")
 
@@ -76,17 +75,21 @@ async def _listen(path: str) -> None:
 
 
 class _Waiting:
-    """What is known of a request that waits; hangs on its collector."""
+    """What is known of a request that waits; hangs on its collector, and refers to nothing that refers to that: it goes when vLLM drops
+    the request, not when the garbage is collected."""
 
-    __slots__ = ("claim", "held", "llm", "output", "request", "state")
+    __slots__ = ("held", "llm", "output", "request")
 
-    def __init__(self, llm: Any, request: Any, state: Any, claim: Claim, held: bool) -> None:
+    def __init__(self, llm: Any, request: Any, held: bool) -> None:
         self.llm = llm
         self.request = request
-        self.state = state
-        self.claim = claim
         self.held = held
         self.output: list[int] = []
+
+    @property
+    def state(self) -> Any:
+        """Of the request in the output processor; None: it was aborted."""
+        return self.llm.output_processor.request_states.get(self.request.request_id)
 
 
 async def _add_request(llm: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
@@ -102,7 +105,7 @@ async def _add_request(llm: Any, request: Any, prompt: Any, parent_req: Any, ind
         # A grammar must be brought to where the output has brought it when it is made: EngineCore hears of such a request at its turn.
         held = request.sampling_params.structured_outputs is None
         queue = front.retelling(queue)
-        queue.waiting = _Waiting(llm, request, llm.output_processor.request_states[request.request_id], claim, held)
+        queue.waiting = _Waiting(llm, request, held)
         if held:
             await llm.engine_core.add_request_async(_marked(request, {claims.HELD: True}))
         queue.tell(front.told(queue.waiting.state, [], []))  # begins the answer
@@ -143,7 +146,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 async def _take(message: staged.ToServer) -> bool:
     """Returns whether anything waits under its key."""
     queue = _waiting.get(message.key)
-    if queue is None:
+    if queue is None or queue.waiting.state is None:
         return False
     try:
         await (_go(queue, message) if isinstance(message, staged.Go) else _told(queue, message))
