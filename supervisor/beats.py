@@ -64,7 +64,9 @@ class BeatRouter:
             try:
                 peer = self._socket.recv(zmq.NOBLOCK)
                 payload = self._socket.recv(zmq.NOBLOCK)
-                if self._socket.rcvmore:  # messages arrive whole, so the rest of this one is there
+                if self._socket.getsockopt(
+                    zmq.RCVMORE
+                ):  # not as an attribute: that is found in ten times the time; messages arrive whole, so the rest of this one is there
                     self._socket.recv_multipart(zmq.NOBLOCK)
                     payload = b""
             except zmq.ZMQError:  # nothing more, or closed

@@ -28,6 +28,8 @@ TURNING_S = 0.1
 """A loop that turns without doing anything has ended its last step no longer ago than this."""
 STOPPED_AGAIN_S = 1.0
 """Between looks whether an engine is stopped that has not spoken yet, or loads and is silent."""
+TOGETHER_S = 0.1
+"""Deadlines that are likely to be postponed anyway fall on multiples of this."""
 LOOK_AGAIN_S = 0.05
 """While a fresh beat is waited for."""
 
@@ -101,7 +103,9 @@ class Watch(Standing, ABC):
                 due_s = min(due_s, self._hang_due_s(engine, now_s))
         if due_s <= now_s:
             return False
-        self.deadline_s = min(self._wake_s, due_s)
+        # Never later than due, and together with other workers' where that is still to come: waking up costs more than looking.
+        together_s = due_s - due_s % TOGETHER_S
+        self.deadline_s = min(self._wake_s, together_s if together_s > now_s else due_s)
         return True
 
     def _hang_due_s(self, engine: EngineRecord, now_s: float) -> float:

@@ -602,3 +602,27 @@ def test_an_engine_that_beats_while_it_loads_is_not_looked_at() -> None:
         n.beat("chat.1", EngineState.LOADING)
         n.advance(0.2)
     assert n.examined == []
+
+
+def test_many_workers_that_are_well_are_looked_at_together_and_none_too_late() -> None:
+    nodes = []
+    for number in range(32):
+        n = Node()
+        n.serve()
+        n.live(2.0 + number * 0.0171)  # each beats in a time of its own
+        nodes.append(n)
+    looks, woken = 0, set()
+    for n in nodes:
+        end_s = 1010.0
+        while n.now_s < end_s:
+            n.now_s += BEAT_S
+            for engine in n.bodies:
+                n._beat(engine)
+            while (due_s := n.policy.deadline_s) <= n.now_s:
+                assert n.policy.postponed(n.now_s)
+                plain_s = min(n.policy._hang_due_s(e, n.now_s) for e in n.policy.engines.values())
+                assert plain_s - 0.1 < n.policy.deadline_s <= plain_s, "a little early, never late"
+                assert n.policy.deadline_s > due_s
+                looks += 1
+                woken.add(round(n.policy.deadline_s, 4))
+    assert looks > 60 and len(woken) <= looks // 3, (looks, len(woken))
