@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 TELL_TOKENS = 32
 """A parked engine is told of a stream's output when so much of it is new. Each telling costs both sides about as much as one event."""
-AT_ONCE = 2
+AT_ONCE = 4
 """Requests that a parked engine prepares at a time: its processes are neighbours of those that serve."""
 MOST_TOKENS = 4_000_000
 """Of prompts that wait at one engine, some 100 bytes each in its two processes."""

@@ -158,7 +158,10 @@ def test_before_the_fence_only_the_reserve_is_written_and_nothing_is_evicted(led
     with pytest.raises(ValueError, match="free blocks"):
         successor.get_new_blocks(1)
     hit = cached(successor, 2)
+    # A hit is read only: of what may be handed out it takes nothing, unless the queue has not even that many.
+    assert successor.to_hand_out(1, [[hit]]) == 0 and successor.to_hand_out(BLOCKS, [[hit]]) == BLOCKS
     successor.touch([hit])
+    assert successor.to_hand_out(2, [[hit]]) == 2
     successor.free_blocks([hit, taken[0]])
     assert successor.get_num_free_blocks() == 1
     assert successor.get_new_blocks(1) == [taken[0]]
@@ -173,6 +176,8 @@ def test_after_the_fence_every_block_is_used_and_a_reserve_is_set_aside(ledger: 
     pool.publish(written)
     pool.free_blocks(blocks)
     successor = promoted(ledger, 2, fenced=False)
+    hit = cached(successor, 2)
+    assert successor.to_hand_out(1, [[hit]]) == 0
     mine = successor.get_new_blocks(2)
     assert successor.fence() == RESERVE
     assert successor.get_num_free_blocks() == BLOCKS - 1 - RESERVE - len(mine)

@@ -240,6 +240,20 @@ class KeptBlockPool(BlockPool):
         free: int = super().get_num_free_blocks()
         return free if self._budget is None else min(self._budget, free)
 
+    def to_hand_out(self, count: int, hits: Sequence[Sequence[Any]]) -> int:
+        """Return what a request takes of `get_num_free_blocks`.
+
+        vLLM counts hits that nobody uses yet, because they leave the free queue. Before the fence that number is of blocks to write to,
+        and a hit is only read: a failover would wait for the fence if it counted.
+
+        Args:
+            count: vLLM's.
+            hits: by KV cache group.
+        """
+        if self._budget is None or count > super().get_num_free_blocks():
+            return count
+        return count - sum(block.ref_cnt == 0 and not block.is_null for group in hits for block in group)
+
     def get_usage(self) -> float:
         blocks = self.num_gpu_blocks - 1 - (len(self._reserve) if self._budget is None else 0)
         return 1.0 - super().get_num_free_blocks() / blocks if blocks > 0 else 0.0

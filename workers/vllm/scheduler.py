@@ -57,6 +57,7 @@ class Kept:
             block_tokens=scheduler.block_size,
             reserve=reserve_of(spec.kv.reserve, scheduler.scheduler_config.max_num_seqs, pool.num_gpu_blocks),
         )
+        _count_hits_apart(scheduler.kv_cache_manager.coordinator, self.pool)
         self.hasher: BlockHasher | None = None
         """Set by `shadowsup.workers.vllm.core`, which puts it in vLLM's place."""
         self.max_context: int = scheduler.max_model_len
@@ -160,6 +161,16 @@ class Kept:
 
     def kv_counts(self) -> KvCounts:
         return self.pool.counts()
+
+
+def _count_hits_apart(coordinator: Any, pool: KeptBlockPool) -> None:
+    """Have `KVCacheCoordinator.get_num_blocks_to_allocate` (0.26, 0.32) say what `KeptBlockPool.to_hand_out` says."""
+    original = coordinator.get_num_blocks_to_allocate
+
+    def counted(*args: Any, new_computed_blocks: Any, **kwargs: Any) -> int:
+        return pool.to_hand_out(original(*args, new_computed_blocks=new_computed_blocks, **kwargs), new_computed_blocks)
+
+    coordinator.get_num_blocks_to_allocate = counted
 
 
 class KeptScheduler(Kept, Scheduler):

@@ -17,8 +17,9 @@ from typing import Any
 PREFIX = "shadowsup_"
 REQUEST, EPOCH, PROMPT, OUTPUT, PIECES, STAGE = (PREFIX + name for name in ("request", "epoch", "prompt", "output", "pieces", "stage"))
 
-HELD, HELD_BEFORE = PREFIX + "held", PREFIX + "held_before"
-"""From the API server to EngineCore: hold this request back; the one of the same id that was held back goes on, with this output."""
+HELD, HELD_BEFORE, MORE = (PREFIX + name for name in ("held", "held_before", "more"))
+"""From the API server to EngineCore: hold this request back; the one of the same id that was held back goes on, with this output; so many
+others come right after it."""
 
 MOST_SEEN = 65536
 """Requests that are remembered, to refuse a second one of the same id and epoch."""

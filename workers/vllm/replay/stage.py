@@ -132,9 +132,11 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         while data := await reader.read(READ_BYTES):
             unknown: list[staged.Unknown] = []
             for frame in unpacker.feed(data):
+                go: list[Any] = []
                 for message in staged.decode_for_server(frame):
-                    if not await _take(message):
+                    if not _take(message, go):
                         unknown.append(staged.Unknown(key=message.key))
+                await _hand_on(go)
             if unknown:
                 writer.write(pack(staged.encode(unknown)))
     except (FrameError, msgspec.MsgspecError, OSError) as error:
@@ -143,20 +145,26 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.close()
 
 
-async def _take(message: staged.ToServer) -> bool:
-    """Returns whether anything waits under its key."""
+def _take(message: staged.ToServer, go: list[Any]) -> bool:
+    """Returns whether anything waits under its key; what is to go on is put into ``go``."""
     queue = _waiting.get(message.key)
     if queue is None or queue.waiting.state is None:
         return False
     try:
-        await (_go(queue, message) if isinstance(message, staged.Go) else _told(queue, message))
+        if isinstance(message, staged.Go):
+            del _waiting[message.key]
+            front.only_once(message.request, message.epoch)
+        _tell(queue, message)
+        if isinstance(message, staged.Go):
+            _check(queue.waiting)
+            go.append(queue)
     except Exception as error:  # becomes its answer
         _waiting.pop(message.key, None)
         queue.put(error)
     return True
 
 
-async def _told(queue: Any, message: staged.Told | staged.Go) -> None:
+def _tell(queue: Any, message: staged.ToServer) -> None:
     waiting: _Waiting = queue.waiting
     output, pieces = claims.ids_of(message.output), claims.ids_of(message.pieces)
     if sum(pieces) != len(output):
@@ -166,23 +174,30 @@ async def _told(queue: Any, message: staged.Told | staged.Go) -> None:
         queue.tell(front.told(waiting.state, output, pieces))
 
 
-async def _go(queue: Any, message: staged.Go) -> None:
-    waiting: _Waiting = queue.waiting
-    del _waiting[message.key]
-    front.only_once(message.request, message.epoch)
-    await _told(queue, message)
-    request, output = waiting.request, waiting.output
-    if not output:
+def _check(waiting: _Waiting) -> None:
+    if not waiting.output:
         raise front.refusal("there is no output to go on from")
-    most = request.sampling_params.max_tokens
-    if most is not None and len(output) >= most:
+    most = waiting.request.sampling_params.max_tokens
+    if most is not None and len(waiting.output) >= most:
         raise front.refusal("an answer that has all its tokens cannot be continued")
-    # Its time in the queue begins now, for vLLM's metrics and its order of priorities.
-    request.arrival_time = time.time()
-    if waiting.state.stats is not None:
-        waiting.state.stats.arrival_time = request.arrival_time
-    marks: dict[str, Any] = {claims.OUTPUT: claims.packed(output)}
-    made = _marked(request, marks | {claims.HELD_BEFORE: True} if waiting.held else marks)
-    if waiting.held:
-        made.prompt_token_ids = []  # EngineCore has them
-    await waiting.llm.engine_core.add_request_async(made)
+
+
+async def _hand_on(go: list[Any]) -> None:
+    """Give EngineCore what goes on, all at once, and let it know how many there are: they are to be one step."""
+    for number, queue in enumerate(go):
+        waiting: _Waiting = queue.waiting
+        request, state = waiting.request, waiting.state
+        if state is None:
+            continue  # its connection was closed just now
+        # Its time in the queue begins now, for vLLM's metrics and its order of priorities.
+        request.arrival_time = time.time()
+        if state.stats is not None:
+            state.stats.arrival_time = request.arrival_time
+        marks: dict[str, Any] = {claims.OUTPUT: claims.packed(waiting.output), claims.MORE: len(go) - 1 - number}
+        made = _marked(request, marks | {claims.HELD_BEFORE: True} if waiting.held else marks)
+        if waiting.held:
+            made.prompt_token_ids = []  # EngineCore has them
+        try:
+            await waiting.llm.engine_core.add_request_async(made)
+        except Exception as error:  # becomes its answer
+            queue.put(error)
