@@ -21,23 +21,22 @@ import json
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 from gpu_failover import a_node, kills, plan_of, say, scaled
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.bench import failover, machine
+from shadowsup.supervisor.bench import plain as servers
 from shadowsup.supervisor.bench.client import Stream, stream_chat
 from shadowsup.supervisor.bench.figures import percentiles
-from shadowsup.supervisor.bench.node import Node, engine_of, free_port
+from shadowsup.supervisor.bench.node import Node, engine_of
 from shadowsup.supervisor.bench.prompts import chats, payload
 from shadowsup.supervisor.bench.setting import Mode
 
@@ -105,59 +104,6 @@ async def killed(node: Node, count: int, *, streams: int, tokens: int, output: i
     return found
 
 
-# --- vLLM without shadowsup -------------------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """vLLM's own server, restarted the moment that it is gone."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._environment = {**os.environ, **setting.env, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-        self._environment["PYTHONPATH"] = setting.env.get("PYTHONPATH", "")
-        content = setting.content()["workers"][0]["args"]
-        size = str(int(float(setting.kv.removesuffix("GiB")) * 2**30))
-        words = ["--port", str(self.port), "--model", setting.model, "--served-model-name", "chat", "--kv-cache-memory-bytes", size]
-        words += ["--load-format", "dummy", "--max-model-len", str(content["max_model_len"]), "--chat-template", TEMPLATE]
-        self._command = [setting.python, "-m", "vllm.entrypoints.openai.api_server", *words, "--enable-prompt-tokens-details"]
-        self.process: subprocess.Popen[bytes]
-
-    def start(self) -> None:
-        quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(self._command, env=self._environment, stdout=quiet, stderr=quiet, start_new_session=True)
-
-    async def answers(self, timeout_s: float = 300.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        async with aiohttp.ClientSession() as session:
-            while time.monotonic() < deadline:
-                with contextlib.suppress(aiohttp.ClientError, OSError):
-                    async with session.get(f"{self.url}/health") as response:
-                        if response.status == 200:
-                            return
-                if self.process.poll() is not None:
-                    raise ShadowsupError(f"vLLM ended with {self.process.returncode}")
-                await asyncio.sleep(0.02)
-        raise ShadowsupError("vLLM did not come up")
-
-    def kill(self) -> None:
-        """SIGKILL to the whole tree."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@contextlib.asynccontextmanager
-async def plain_server(setting: Setting) -> AsyncIterator[Plain]:
-    server = Plain(setting)
-    server.start()
-    try:
-        await server.answers()
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.kill()
-
-
 # --- measuring --------------------------------------------------------------------------------------------------------------------
 
 
@@ -210,14 +156,13 @@ async def respawn(setting: Setting, found: dict[str, Any], factor: float) -> Non
 
 async def plain(setting: Setting, found: dict[str, Any], factor: float) -> None:
     first: list[float] = []
-    async with plain_server(setting) as server:
-        await streams_at(server.url, 4, 1000, 8)
+    async with servers.running(setting.content(), "chat") as server:
+        await streams_at(server.base, 4, 1000, 8)
         for _ in range(scaled(3, factor)):
-            server.kill()
             at = time.monotonic()
-            server.start()
-            await server.answers()
-            await streams_at(server.url, 1, 4000, 1)
+            await server.kill()
+            await server.ready()
+            await streams_at(server.base, 1, 4000, 1)
             first.append(round(time.monotonic() - at, 2))
             say(f"plain restart: first token of a 4,000-token prompt after {first[-1]} s")
     found["first_token_s"] = first
@@ -231,8 +176,8 @@ async def throughput(setting: Setting, found: dict[str, Any], factor: float) -> 
 
     async with a_node(setting.content(), found) as node:
         found["node"] = await measure(node.url)
-    async with plain_server(setting) as server:
-        found["vllm"] = await measure(server.url)
+    async with servers.running(setting.content(), "chat") as server:
+        found["vllm"] = await measure(server.base)
     found["share"] = round(statistics.median(found["node"]) / statistics.median(found["vllm"]), 3)
     say(f"throughput: {found}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -301,6 +302,8 @@ class EngineProcess:
         paths = self._host.paths
         for path in (paths.spec(self.id), paths.link(self.id), paths.staged(self.id), paths.tether(self.id), paths.front(self.id)):
             path.unlink(missing_ok=True)
+        if self._launch.front:
+            shutil.rmtree(paths.files(self.id), ignore_errors=True)
         for tether in (self._tether, self._front):
             if tether is not None:
                 tether.over()

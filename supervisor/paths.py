@@ -120,6 +120,10 @@ class NodePaths:
     def front(self, engine: str) -> Path:
         return self.engines / f"{engine}.front"
 
+    def files(self, engine: str) -> Path:
+        """A folder for what the engine leaves lying when it is killed (vLLM's sockets)."""
+        return self.engines / f"{engine}.files"
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 

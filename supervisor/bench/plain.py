@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -30,10 +31,12 @@ from shadowsup.supervisor.bench.figures import cached_share, difference, partial
 from shadowsup.supervisor.bench.node import free_port
 from shadowsup.supervisor.bench.prompts import Chat, payload
 from shadowsup.supervisor.config import load
+from shadowsup.supervisor.config.model import EngineKind
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.paths import NodePaths
+from shadowsup.supervisor.recipe import Recipe, interpreter, worker_environment
 from shadowsup.supervisor.scribe_client import ScribeClient
-from shadowsup.wire.engine import EngineSpec
+from shadowsup.workers.vllm import arguments
 
 AGAIN_S = 0.02
 """Between two tries of a client whose server does not answer."""
@@ -53,8 +56,12 @@ class PlainServer:
     _stopping: bool = False
 
     @property
+    def base(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1/chat/completions"
+        return f"{self.base}/v1/chat/completions"
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep())
@@ -62,7 +69,9 @@ class PlainServer:
     async def _keep(self) -> None:
         while not self._stopping:
             with self.output.open("ab") as sink:
-                self.process = subprocess.Popen(list(self.argv), env=dict(self.env), stdout=sink, stderr=sink, stdin=subprocess.DEVNULL)
+                self.process = subprocess.Popen(
+                    list(self.argv), env=dict(self.env), stdout=sink, stderr=sink, stdin=subprocess.DEVNULL, start_new_session=True
+                )
             self.starts += 1
             status = await asyncio.to_thread(self.process.wait)
             if status not in (-signal.SIGKILL, -signal.SIGTERM):
@@ -93,18 +102,25 @@ class PlainServer:
             self._task.result()
 
     async def kill(self) -> None:
-        """SIGKILL; return when the process is gone."""
+        """SIGKILL to all of it, as a service manager does; return when the process is gone."""
         assert self.process is not None
-        self.process.kill()
+        self._signal(signal.SIGKILL)
         await asyncio.to_thread(self.process.wait)
+
+    def _signal(self, number: int) -> None:
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)  # it leads its session, and is reaped only by `_keep`
 
     async def stop(self) -> None:
         self._stopping = True
         if self.process is not None and self.process.poll() is None:
-            self.process.terminate()
+            self._signal(signal.SIGTERM)
         if self._task is not None:
             with contextlib.suppress(SupervisorError):
                 await self._task
+        if self.process is not None:
+            self._signal(signal.SIGKILL)  # what it has left behind in its group
 
     def tail(self, lines: int = 20) -> str:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
@@ -122,11 +138,13 @@ async def running(content: dict[str, Any], worker: str, adapters: Mapping[str, s
     """
     folder = Path(tempfile.mkdtemp(prefix="shadowsup-plain-"))
     try:
-        spec, env, python = await _launch(content, worker, folder, adapters or {})
-        path = folder / "spec.json"
-        path.write_bytes(msgspec.json.encode(spec))
+        recipe = await _recipe(content, worker, folder, adapters or {})
         port = free_port()
-        argv = [python, "-m", "shadowsup.supervisor.bench.plain_server", str(path), "--port", str(port)]
+        if recipe.config.engine is EngineKind.VLLM:
+            argv, env = _vllm(recipe, port)
+            env = {**env, "TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": str(folder)}  # what each kill leaves there goes with the folder
+        else:
+            argv, env = _of_ours(recipe, folder / "spec.json", port)
         server = PlainServer(port=port, argv=argv, env=env, output=folder / "output")
         server.start()
         try:
@@ -138,19 +156,43 @@ async def running(content: dict[str, Any], worker: str, adapters: Mapping[str, s
         shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _launch(
-    content: dict[str, Any], worker: str, folder: Path, adapters: Mapping[str, str]
-) -> tuple[EngineSpec, Mapping[str, str], str]:
-    """Return what the node would give its engine: spec, environment, interpreter."""
+async def _recipe(content: dict[str, Any], worker: str, folder: Path, adapters: Mapping[str, str]) -> Recipe:
+    """Return how the node would start the worker's engines."""
     path = folder / "node.yaml"
     path.write_text(yaml.safe_dump(content))
     paths = NodePaths(runtime=folder, state=folder)
     plan = await node_setup.plan(load(path).config, paths, ScribeClient(paths.scribe), adapters, lambda _: None)
     (recipe,) = (one.recipe for one in plan.workers if one.name == worker)
-    launch = recipe.launch(f"{worker}.1", 1)
+    return recipe
+
+
+def _of_ours(recipe: Recipe, path: Path, port: int) -> tuple[list[str], Mapping[str, str]]:
+    """Return command line and environment of the engine that the node would start, in a server of its own."""
+    name = recipe.config.name
+    launch = recipe.launch(f"{name}.1", 1)
     if launch.spec is None or launch.argv:
-        raise SupervisorError(f"worker {worker} runs a program of its own: there is no plain server of it", "leave out --plain")
-    return launch.spec, launch.env, launch.python
+        raise SupervisorError(f"worker {name} runs a program of its own: there is no plain server of it", "leave out --plain")
+    path.write_bytes(msgspec.json.encode(launch.spec))
+    return [launch.python, "-m", "shadowsup.supervisor.bench.plain_server", str(path), "--port", str(port)], launch.env
+
+
+def _vllm(recipe: Recipe, port: int) -> tuple[list[str], Mapping[str, str]]:
+    """Return those of vLLM's own server, with nothing of shadowsup."""
+    config, spec = recipe.config, recipe.launch(f"{recipe.config.name}.1", 1).spec
+    words = arguments.plain_command_line(
+        model=config.model or "",
+        served_name=config.public_name,
+        revision=config.revision,
+        uds=None,
+        port=port,
+        dtype=config.dtype.value,
+        kv_size=config.kv.size or 0,
+        tensor_parallel=config.tensor_parallel,
+        args={"block_size": config.kv.block_tokens} | config.args,
+    )
+    return [interpreter(config), "-m", arguments.PLAIN_SERVER, *words], worker_environment(
+        config, os.environ, spec.gpus if spec is not None else (), {}
+    )
 
 
 @dataclass(kw_only=True)

@@ -19,9 +19,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def node(model: Path) -> AsyncIterator[Node]:
-    shm = set(Path("/dev/shm").iterdir())
-    async with running(config(model, shadows=1)) as node:
+async def node(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+    shm, temporary = set(Path("/dev/shm").iterdir()), tmp_path_factory.mktemp("t")
+    given = config(model, shadows=1)
+    given["workers"][0]["env"]["TMPDIR"] = str(temporary)
+    async with running(given) as node:
         yield node
     assert set(Path("/dev/shm").iterdir()) - shm == set()
+    assert [path.name for path in temporary.iterdir() if path.is_socket() or path.name.startswith("vllm_dist_")] == []
     assert not node.runtime_dir.exists()

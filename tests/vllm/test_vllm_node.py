@@ -17,7 +17,7 @@ import pytest_asyncio
 import vllm_tiny
 from vllm_world import BLOCK, config, core_of, prompt, python
 
-from shadowsup.supervisor.bench import failover
+from shadowsup.supervisor.bench import failover, plain
 from shadowsup.supervisor.bench.node import Node, engine_of, running
 
 pytestmark = [
@@ -206,6 +206,17 @@ async def test_without_a_shadow_a_new_engine_finds_the_cache(alone: Node, answer
     core_of(active["pid"]).kill()
     recovery = await check_successor(alone, answers, active["id"])
     assert recovery["kind"] == "respawn"
+
+
+async def test_vllms_own_server_is_the_baseline_of_the_bench(model: Path) -> None:
+    plan = failover.Plan(kills=0, streams=2, prompt_words=20, output_tokens=8, model="chat", block_tokens=BLOCK)
+    async with plain.running(config(model, shadows=0), "chat") as server:
+        result = await plain.measure(server, plan)
+        assert server.process is not None
+        processes = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    assert result["wrong"] == [] and server.starts == 1
+    assert len(processes) > 1
+    assert not psutil.wait_procs(processes, timeout=10)[1]
 
 
 async def test_other_weights_of_the_same_shape_are_a_miss(alone: Node, model: Path, answers: list[list[int]]) -> None:

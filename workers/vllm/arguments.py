@@ -81,18 +81,21 @@ def plain_command_line(
     model: str,
     served_name: str,
     revision: str | None,
-    uds: str,
+    uds: str | None,
     dtype: str,
     kv_size: int,
     tensor_parallel: int,
     args: Mapping[str, object],
+    port: int | None = None,
 ) -> list[str]:
-    """Return the arguments without kept memory: vLLM as it is, on a socket of ours."""
+    """Return the arguments without kept memory: vLLM as it is, on a socket of ours, or on a port of this machine."""
     own: dict[str, object] = {
         "model": model,
         "served_model_name": served_name,
         "revision": revision,
         "uds": uds,
+        "host": "127.0.0.1" if port is not None else None,
+        "port": port,
         "dtype": dtype,
         "kv_cache_memory_bytes": kv_size or None,
         "tensor_parallel_size": tensor_parallel if tensor_parallel > 1 else None,

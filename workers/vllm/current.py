@@ -34,6 +34,13 @@ def life() -> EngineLife:
     return _life
 
 
+def files(spec: EngineSpec) -> Path:
+    """Return the folder for files that are of no use after the engine's end, when the supervisor removes it. Makes it."""
+    folder = Path(spec.runtime_dir) / "engines" / f"{spec.engine}.files"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def read_spec() -> EngineSpec:
     """Return the spec that the environment names.
 

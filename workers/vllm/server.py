@@ -23,6 +23,13 @@ from shadowsup.workers.vllm import arguments, current, front, plugin, versions
 
 log = logging.getLogger("shadowsup.engine")
 
+RPC_FOLDER = "VLLM_RPC_BASE_PATH"
+"""Where vLLM makes the sockets between API server and EngineCore (0.26, 0.32)."""
+UUID_CHARS = 36
+"""Of such a socket's name."""
+MAX_SOCKET_PATH = 107
+"""Bytes (unix(7))."""
+
 _lifeline = -1
 """This process's end, before EngineCore takes it."""
 
@@ -37,6 +44,7 @@ def serve(spec: EngineSpec, argv: Sequence[str]) -> NoReturn:
     _lifeline = spec.lifeline_fd
     tether.hold(spec.front_tether)
     os.environ.update(arguments.ENVIRONMENT)
+    _keep_together(spec)
     begun = front.Front(spec, _close_lifeline)
     front.begin(begun)
     code: int = ExitCode.FAILED
@@ -62,6 +70,17 @@ def serve(spec: EngineSpec, argv: Sequence[str]) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)
+
+
+def _keep_together(spec: EngineSpec) -> None:
+    """Have vLLM make its sockets where the supervisor removes them: those in /tmp would stay there after each kill."""
+    if RPC_FOLDER in os.environ:
+        return
+    folder = current.files(spec)
+    if len(os.fsencode(folder)) + 1 + UUID_CHARS > MAX_SOCKET_PATH:
+        log.warning("%s is too long a path for vLLM's sockets: they are made in the temporary folder, and stay there after a kill", folder)
+        return
+    os.environ[RPC_FOLDER] = str(folder)
 
 
 def forked(spec: EngineSpec) -> NoReturn:

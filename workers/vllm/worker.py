@@ -30,6 +30,10 @@ class KeptWorker(Worker):
         super().__init__(*args, **kwargs)
         refuse.config(self.vllm_config)
         self._kept = current.life()
+        worker: Any = self
+        where = str(worker.distributed_init_method)
+        if where.startswith("file://"):  # the same for all ranks; a killed engine would leave it in the temporary folder
+            worker.distributed_init_method = f"file://{current.files(self._kept.spec) / where.rpartition('/')[2]}"
 
     def load_model(self, **kwargs: Any) -> None:
         with loader.kept(self._kept):
