@@ -43,14 +43,25 @@ def read_index(runtime: Path) -> Index | None:
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("what the service manager has kept cannot be told apart: %s", error)
+        log.warning("what is in kept memory cannot be told apart: %s", error)
         return None
+
+
+class Nobody:
+    """There is no service manager. What the segments are is left on disk all the same, for `shadowsup.supervisor.fd_rescue`."""
+
+    def __init__(self) -> None:
+        self.fds: dict[str, list[int]] = {}
+
+    def store(self, name: str, fd: int) -> None: ...
+
+    def forget(self, name: str) -> None: ...
 
 
 class FdStore:
     """Keeps the manager's store as the vault is. Needs a running loop from the first `changed` on."""
 
-    def __init__(self, manager: ServiceManager, runtime: Path) -> None:
+    def __init__(self, manager: ServiceManager | Nobody, runtime: Path) -> None:
         self._manager = manager
         self._runtime = runtime
         self._stored: set[str] = {name for name in manager.fds if name.startswith(_VAULT)}
@@ -128,7 +139,7 @@ class FdStore:
         try:
             write_private(self._runtime / FILE, msgspec.json.encode(index))
         except OSError as error:
-            log.warning("the service manager cannot be given more memory to keep: %s", error)
+            log.warning("what is in memory cannot be left for another supervisor: %s", error)
             return
         present = {_VAULT + info.manifest.segment: info.manifest.segment for info in segments}
         for name in sorted(self._stored - present.keys()):

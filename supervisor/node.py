@@ -23,6 +23,7 @@ import zmq
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.memkeeper.errors import KeeperError
+from shadowsup.memkeeper.vault import Vault
 from shadowsup.supervisor import (
     adoption,
     cgroup,
@@ -370,6 +371,25 @@ class Node:
                 self.registry.set_mark(name, mark)
         if count:
             self.journal.add("keeper.kept", f"{count} segments were kept by the service manager")
+        elif self._found is not None and self._found.part("keeper") is None:
+            self._rescue_memory(keeper, self._found)
+
+    def _rescue_memory(self, keeper: KeeperPart, found: Adoption) -> None:
+        """Supervisor and keeper have died together: what engines hold of the memory is given to the next keeper."""
+        engines = [entry.identity for entry in found.entries if entry.what == "engine" and found.lives(entry)]
+        names = [worker.name for worker in self.config.workers]
+        missing = 0
+
+        def fill(vault: Vault) -> int:
+            nonlocal missing
+            count, missing = self._service.rescue(vault, engines, names)
+            return count
+
+        if count := keeper.preload(fill):
+            self.journal.add("keeper.rescued", f"{count} segments were taken back from the engines that hold them")
+        if missing:
+            text = f"{missing} segments cannot be taken back: engines go on with them, and those that come later start with fresh memory"
+            self.journal.add("keeper.lost", text, level="warning", data={"segments": missing})
 
     def begin_worker(self, owner: WorkerOwner) -> None:
         """Have a worker run of which no engine does; with the memory that is left of it, if any is."""

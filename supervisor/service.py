@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from shadowsup.memkeeper.vault import Vault
-from shadowsup.supervisor.fd_store import FdStore, Index
+from shadowsup.supervisor import fd_rescue
+from shadowsup.supervisor.fd_store import FdStore, Index, Nobody
+from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.sd_notify import ServiceManager
 
 LOOK_S = 5.0
@@ -18,7 +20,7 @@ SIGNS = 3.0
 
 
 class Service:
-    """Without a manager every method does nothing.
+    """Without a manager nothing is told or kept but on disk what the vault's segments are.
 
     Args:
         runtime: where the index of the stored memory is.
@@ -27,7 +29,7 @@ class Service:
 
     def __init__(self, manager: ServiceManager | None, runtime: Path, index: Index | None = None) -> None:
         self._manager = manager
-        self._store = FdStore(manager, runtime) if manager is not None else None
+        self._store = FdStore(manager if manager is not None else Nobody(), runtime)
         self._index = index
         self._said = ""
 
@@ -38,19 +40,21 @@ class Service:
 
     def take_sockets(self) -> list[socket.socket]:
         """Return the gateway's listening sockets that were kept."""
-        return self._store.take_sockets() if self._store is not None else []
+        return self._store.take_sockets()
 
     def keep_sockets(self, sockets: Sequence[socket.socket]) -> None:
-        if self._store is not None:
-            self._store.keep_sockets(sockets)
+        self._store.keep_sockets(sockets)
 
     def fill(self, vault: Vault, workers: Collection[str]) -> int:
         """Put into ``vault`` what was kept of the memory of these workers. Returns the number of segments."""
-        return self._store.fill(vault, self._index, workers) if self._store is not None else 0
+        return self._store.fill(vault, self._index, workers)
+
+    def rescue(self, vault: Vault, engines: Collection[Identity], workers: Collection[str]) -> tuple[int, int]:
+        """As `shadowsup.supervisor.fd_rescue.fill`."""
+        return fd_rescue.fill(vault, self._index, engines, workers)
 
     def vault_changed(self, vault: Vault) -> None:
-        if self._store is not None:
-            self._store.changed(vault)
+        self._store.changed(vault)
 
     def ready(self) -> None:
         if self._manager is not None:
@@ -62,8 +66,7 @@ class Service:
 
     def stopped(self) -> None:
         """The node's memory is free, and nobody listens: nothing is to be kept."""
-        if self._store is not None:
-            self._store.clear()
+        self._store.clear()
 
     async def tend(self, describe: Callable[[], str]) -> None:
         """Be alive, on the loop that does the work, and say how things stand, for as long as this runs."""
@@ -82,7 +85,6 @@ class Service:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._store is not None:
-            self._store.close()
+        self._store.close()
         if self._manager is not None:
             self._manager.close()

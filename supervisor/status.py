@@ -155,6 +155,8 @@ def worker_status(owner: WorkerOwner, recoveries: RecoveryBook, now_s: float) ->
         "backoff": backoff_status(policy.backoff, now_s),
         "engines": [engine_status(record, now_s, owner.since.engines_s.get(record.id)) for record in policy.engines.values()],
         "kv": kv_status(kv),
+        # Whether a newcomer gets the blocks in use. False for long: the keeper has lost them, and only who holds them goes on with them.
+        "kv_given": policy.succession.gives_current if isinstance(policy, WorkerPolicy) else None,
         "tokens_total": beat.tokens_total if beat is not None else 0,
         "queued": beat.queued if beat is not None else 0,
         "last_recovery": None if last is None else recovery_json(last),

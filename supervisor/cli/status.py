@@ -130,6 +130,9 @@ def _worker(worker: dict[str, Any]) -> list[str]:
     if kv and kv.get("blocks"):
         parts = (f"{count(kv.get('blocks'))} blocks", *(f"{count(kv.get(key))} {key}" for key in ("valid", "quarantined", "reserve")))
         lines.append(f"  kv: {', '.join(parts)}")
+    if worker.get("kv_given") is False and str(worker.get("state")) in ("healthy", "degraded"):
+        words = "kv: the keeper does not have the blocks in use: engines that come later start with fresh ones"
+        lines.append(f"  {cut(words, width() - 2)}")
     recovery = worker.get("last_recovery")
     if recovery:
         lines += [f"  {line}" for line in recovery_lines(recovery)]

@@ -47,6 +47,15 @@ def test_status_shows_every_part_in_eighty_columns(cli: Cli, folder: Path) -> No
     assert "\x1b" not in result.out
 
 
+def test_status_says_when_nobody_but_the_engines_has_the_blocks_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shadowsup.supervisor.cli import status
+
+    monkeypatch.setenv("COLUMNS", "120")
+    worker = {"name": "chat", "state": "healthy", "epoch": 2, "kv_given": False}
+    assert any("the keeper does not have the blocks in use" in line for line in status._worker(worker))
+    assert not any("keeper" in line for line in status._worker({**worker, "kv_given": True}))
+
+
 def test_status_as_json_is_what_the_supervisor_said(cli: Cli, folder: Path) -> None:
     with FakeSupervisor(folder, {"status": STATUS}):
         result = cli("--runtime-dir", folder, "status", "-o", "json")

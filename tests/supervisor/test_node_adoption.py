@@ -48,6 +48,21 @@ def pids(status: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+def held(node: FakeNode) -> set[str]:
+    """Return the segments that the keeper has."""
+    pid = node.status()["memkeeper"]["pid"]
+    targets = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return {target for target in targets if "memfd:shadowsup-" in target}
+
+
+def wait_for_index(node: FakeNode) -> None:
+    """Wait until it is on disk what the node's segments are."""
+    deadline = time.monotonic() + WAIT_S
+    while not (node.runtime / "segments.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # nothing tells of a file
+
+
 def start_again(node: FakeNode) -> float:
     """Start a supervisor; return how long it took until the node was running with all of it adopted."""
     began_s = time.monotonic()
@@ -132,12 +147,14 @@ def test_what_died_besides_is_replaced_and_what_lives_is_not(folder: Path) -> No
         assert node.answer() == expected
 
 
-def test_without_its_keeper_a_worker_serves_on_and_its_shadow_still_has_the_blocks(folder: Path) -> None:
+def test_without_its_keeper_a_worker_serves_on_and_every_shadow_still_has_the_blocks(folder: Path) -> None:
     with running(folder) as node:
         node.healthy()
         undisturbed = texts(ask_all(node, tokens=300))
         answers = ask_all(node, 10, 300)
         before = pids(node.status())
+        wait_for_index(node)
+        memory = held(node)
         kill_supervisor(node)
         os.kill(before["memkeeper"], signal.SIGKILL)
         start_again(node)
@@ -150,6 +167,14 @@ def test_without_its_keeper_a_worker_serves_on_and_its_shadow_still_has_the_bloc
         [recovery] = node.recoveries()
         assert (recovery["kind"], recovery["blocks_dropped"]) == ("shadow", 0)
         assert recovery["blocks_kept"] > 0
+        # The shadow that came later has the blocks as well.
+        assert held(node) == memory, "the very segments, and none beside them"
+        node.healthy()
+        os.kill(node.engine("active")["pid"], signal.SIGKILL)
+        node.until(lambda _: len(node.recoveries()) == 2 and node.recoveries()[-1]["promote_ms"] is not None)
+        last = max(node.recoveries(), key=lambda one: one["epoch"])
+        assert (last["kind"], last["blocks_dropped"]) == ("shadow", 0) and last["blocks_kept"] > 0
+        assert texts(ask_all(node, tokens=300)) == undisturbed
 
 
 def test_a_start_that_was_cut_short_is_finished_with_the_engine_that_was_loading(folder: Path) -> None:
