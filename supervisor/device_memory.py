@@ -40,6 +40,8 @@ class Share:
     measured: bool = False
     weights_key: str = ""
     """Workers of one key on one device share their weights; empty: nobody does."""
+    publishes: bool = False
+    """The first engine loads weights of its own and copies them into kept memory: two copies, before there is any KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ def shares(worker: WorkerConfig, gpus: Sequence[Gpu], facts: Mapping[str, Any], 
                 overhead=learnt or (VLLM_OVERHEAD if worker.engine is EngineKind.VLLM else ENGINE_OVERHEAD),
                 measured=learnt is not None,
                 weights_key=weights_key,
+                publishes=worker.engine is EngineKind.VLLM and worker.engine.keeps_memory,
             )
         )
     return found
@@ -117,8 +120,18 @@ def judge(gpus: Sequence[Gpu], shares: Sequence[Share]) -> tuple[DeviceVerdict, 
             if share.weights is None or share.kv is None:
                 unknown = True
                 parts.append("the rest is not known")
-            needed += size + (share.kv or 0)
-            lines.append(f"{share.worker}: {' + '.join(part for part in reversed(parts) if part)}")
+            size += share.kv or 0
+            first = ""
+            if (
+                share.publishes
+                and shared_with is None
+                and share.weights is not None
+                and (peak := 2 * share.weights + share.overhead) > size
+            ):
+                first = f" (at its first start 2 × weights + 1 engine: {gib(peak)})"
+                size = peak
+            needed += size
+            lines.append(f"{share.worker}: {' + '.join(part for part in reversed(parts) if part)}{first}")
         if gpu.used:
             lines.append(f"{gib(gpu.used)} of {gib(gpu.memory)} in use now")
         fits = False if needed > usable else None if unknown else True

@@ -11,7 +11,7 @@ import yaml
 
 from shadowsup.supervisor import model_facts
 from shadowsup.supervisor.config import WorkerConfig, load
-from shadowsup.supervisor.device_memory import ENGINE_OVERHEAD, GIB, Overheads, judge, measured, shares
+from shadowsup.supervisor.device_memory import ENGINE_OVERHEAD, GIB, VLLM_OVERHEAD, Overheads, judge, measured, shares
 from shadowsup.supervisor.devices import Gpu
 from shadowsup.supervisor.node_sensor import learn_overheads
 from shadowsup.supervisor.policy.model import WorkerState
@@ -38,6 +38,19 @@ def test_weights_kv_and_every_engine_are_added_up(tmp_path: Path) -> None:
     (verdict,) = judge([H200], shares(worker, [H200], FACTS, book(tmp_path)))
     assert (verdict.fits, verdict.needed) == (True, 15 * GIB + 40 * GIB + 4 * ENGINE_OVERHEAD)
     assert verdict.arithmetic == ("w0: weights 15.0 GiB + KV 40.0 GiB + 4 engines × 1.5 GiB (estimate)",)
+
+
+def test_the_first_vllm_engine_has_its_weights_twice_before_there_is_kv(tmp_path: Path) -> None:
+    (worker,) = config(tmp_path, {"engine": "vllm", "kv": {"size": "2GiB"}})
+    (verdict,) = judge([H200], shares(worker, [H200], {**FACTS, "weights": 60 * GIB}, book(tmp_path)))
+    assert (verdict.fits, verdict.needed) == (True, 2 * 60 * GIB + VLLM_OVERHEAD)
+    assert "(at its first start 2 × weights + 1 engine: 123.5 GiB)" in verdict.words()
+    (verdict,) = judge([H200], shares(worker, [H200], {**FACTS, "weights": 70 * GIB}, book(tmp_path)))
+    assert verdict.fits is False
+    (worker,) = config(tmp_path, {"engine": "vllm"})
+    (verdict,) = judge([H200], shares(worker, [H200], FACTS, book(tmp_path)))
+    assert verdict.needed == 15 * GIB + 40 * GIB + 3 * VLLM_OVERHEAD
+    assert "first start" not in verdict.words()
 
 
 def test_workers_that_share_weights_hold_them_once_and_others_do_not(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def _keeping(base: Any, life: EngineLife) -> Any:
             life.progress("publishing weights")
             store, mark = self._publish
             self._weights = publish(model, store, mark)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what was loaded is no memory of anybody's any more: the KV comes next
             log.info("published %.2f GB of weights", self._weights.nbytes / 1e9)
 
     return KeepingLoader
