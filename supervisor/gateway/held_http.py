@@ -268,6 +268,8 @@ class _Run:
             # An engine refuses a (request, epoch) that it has seen.
             self._resubmissions += 1
             rid = f"{rid}~{self._resubmissions}"
+        elif self._follows is None and self._last_epoch >= 0:
+            self._worker.counts.begun_anew += 1
         self._last_epoch = target.epoch
         return rid
 

@@ -101,6 +101,7 @@ _COUNTS = {
     "gave_up": "Requests that failed because no engine came in time.",
     "isolated": "Times that a request was run alone, because engines had died of their own making while they had it.",
     "poisoned": "Requests that failed because they end engines, even alone.",
+    "begun_anew": "Answers that are not followed (not streamed, mostly) and were begun anew by another engine: work that was lost.",
     "unreplayable": "Answers broken off because no other engine could continue them.",
 }
 

@@ -57,6 +57,8 @@ class Counts:
     """Times that a request was run alone, because engines had died of their own making while they had it."""
     poisoned: int = 0
     """Requests that failed because they end engines, even alone."""
+    begun_anew: int = 0
+    """Answers that are not followed and were begun anew by another engine."""
     unreplayable: int = 0
     """Answers broken off because no other engine could continue them."""
 

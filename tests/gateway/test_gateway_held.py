@@ -284,6 +284,8 @@ async def test_a_request_that_is_not_streamed_is_held_and_begun_anew(node: Node,
     assert second.asked == [CHAT, CHAT]  # as the client wrote it
     beat = await node.supervisor.beat(lambda beat: beat.inflight == 0)
     assert beat.tokens_total == 2 * len(TEXT) and beat.replays_total == 0
+    metrics = await (await node.http.get(node.url + "/metrics")).text()
+    assert 'shadowsup_gateway_begun_anew_total{worker="chat"} 2.0' in metrics
 
 
 NOT_REPLAYED: list[tuple[str, dict[str, Any]]] = [

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from vllm_world import core_of, python
 
 from shadowsup.supervisor.bench.node import Node, engine_of
@@ -325,6 +326,24 @@ async def test_a_replay_of_what_was_never_said_is_noticed(node: Node) -> None:
         answer._delivered.fields["text", 0][0] = "something else"
         with pytest.raises(Misstep):
             await active.tell(path, asked, answer, Told())
+
+
+async def test_vllms_own_metrics_are_passed_on_with_the_name_of_the_worker(node: Node) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{node.url}{TEXT}", json={"model": "chat", "prompt": "x", "max_tokens": 2}) as response:
+            assert response.status == 200
+        async with session.get(f"{node.url}/metrics") as response:
+            families = list(text_string_to_metric_families(await response.text()))
+    names = [family.name for family in families]
+    assert len(names) == len(set(names)), "one family each, or Prometheus takes none of it"
+    samples = [sample for family in families for sample in family.samples]
+    assert len({(sample.name, *sorted(sample.labels.items())) for sample in samples}) == len(samples)
+    theirs = [sample for sample in samples if sample.name.startswith("vllm:")]
+    assert {sample.labels["worker"] for sample in theirs} == {"chat"}
+    assert {"vllm:generation_tokens_total", "vllm:num_requests_running", "vllm:time_to_first_token_seconds_bucket"} <= {
+        one.name for one in theirs
+    }
+    assert {"shadowsup_worker_state", "shadowsup_worker_metrics_up"} <= set(names)
 
 
 STREAMS: dict[str, dict[str, Any]] = {
