@@ -50,9 +50,21 @@ Effect = Freed | Changed | Grant | Publish
 
 
 def worker_of(client: str) -> str:
-    """Return the worker of an engine id ``NAME.K``; any other client stands for itself."""
+    """Return the worker of an engine id ``NAME.K``, or of one of its ranks, ``NAME.K/RANK``; any other client stands for itself."""
     name, dot, number = client.rpartition(".")
-    return name if dot and number.isdigit() else client
+    return name if dot and number.partition("/")[0].isdigit() else client
+
+
+def kv_devices(request: p.GetKv) -> tuple[str, ...]:
+    """Return the device of each slab that is asked for.
+
+    Raises:
+        KeeperError: there are not as many as slabs.
+    """
+    devices = request.devices or (request.device,) * len(request.kv_sizes)
+    if len(devices) != len(request.kv_sizes) or (devices and devices[0] != request.device):
+        raise KeeperError(f"{len(request.kv_sizes)} KV slabs on {len(devices)} devices", "name one device a slab, the first of them first")
+    return devices
 
 
 class Book:
@@ -172,7 +184,8 @@ class Book:
             same = (first.worker, first.fingerprint, first.device) == (request.worker, request.fingerprint, request.device)
             if not each.weights and not each.superseded and same:
                 kv, ledger = each.manifests[:-1], each.manifests[-1]
-                if [manifest.size for manifest in kv] == list(sizes) and ledger.size == ledger_size:
+                slabs = [(manifest.device, manifest.size) for manifest in kv]
+                if slabs == list(zip(kv_devices(request), sizes, strict=True)) and ledger.size == ledger_size:
                     return each
         return None
 
@@ -180,7 +193,7 @@ class Book:
         """Return a new set for the worker; `add` it when its memory is there."""
         if not request.worker or not sizes:
             raise KeeperError("KV needs a worker and at least one slab")
-        slabs = [(p.Kind.KV, request.device, size, dict[str, str]()) for size in sizes]
+        slabs = [(p.Kind.KV, device, size, dict[str, str]()) for device, size in zip(kv_devices(request), sizes, strict=True)]
         # Everyone reads the ledger on the CPU.
         return self._plan([*slabs, (p.Kind.LEDGER, "host", ledger_size, ledger_meta)], request.worker, request.fingerprint)
 

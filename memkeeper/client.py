@@ -131,6 +131,7 @@ class KeeperClient:
         ledger_meta: dict[str, str] | None = None,
         fresh: bool = False,
         beside: bool = False,
+        devices: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> HandleSet:
         """Return the worker's KV slabs and, last, its ledger; created where there are none with this fingerprint and these sizes.
@@ -141,6 +142,7 @@ class KeeperClient:
         Args:
             fresh: take a new set in any case. The caller drops the old one first if both do not fit.
             beside: a new set does not supersede those that the worker has.
+            devices: of each slab, where they are not all on ``device``.
 
         Raises:
             OutOfMemory: they do not fit.
@@ -154,6 +156,7 @@ class KeeperClient:
             ledger_meta=dict(ledger_meta or {}),
             fresh=fresh,
             beside=beside,
+            devices=tuple(devices),
         )
         return self._adopt(self._call(request, timeout_s))
 

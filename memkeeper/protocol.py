@@ -137,6 +137,8 @@ class GetKv(msgspec.Struct, frozen=True, kw_only=True, tag="get_kv"):
     ledger_meta: dict[str, str] = {}
     fresh: bool = False
     beside: bool = False
+    devices: tuple[str, ...] = ()
+    """Of each slab, where an engine has several devices (one a rank); ``device`` is the first of them. Empty: all are on ``device``."""
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):

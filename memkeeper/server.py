@@ -18,7 +18,7 @@ import msgspec
 
 from shadowsup.memkeeper import protocol as p
 from shadowsup.memkeeper.allocation import Allocator, Job, Segments
-from shadowsup.memkeeper.book import Book, Changed, Effect, Freed, Grant, Publish
+from shadowsup.memkeeper.book import Book, Changed, Effect, Freed, Grant, Publish, kv_devices
 from shadowsup.memkeeper.channel import ChannelClosed, OwnedFd
 from shadowsup.memkeeper.deposits import Deposits, Waiter
 from shadowsup.memkeeper.errors import KeeperError, refusal_code
@@ -231,7 +231,11 @@ class Keeper:
         self._answer(connection, welcome)
 
     def _get_kv(self, connection: Connection, request: p.GetKv) -> None:
-        sizes = self._allocator.round_up(request.kv_sizes, request.device)
+        sizes = [
+            size
+            for wanted, device in zip(request.kv_sizes, kv_devices(request), strict=True)
+            for size in self._allocator.round_up([wanted], device)
+        ]
         (ledger_size,) = self._allocator.round_up([request.ledger_size], "host")
         if each := self._book.find_kv(request, sizes, ledger_size):
             self._apply(self._book.lease(connection.number, each))

@@ -70,7 +70,7 @@ def shares(worker: WorkerConfig, gpus: Sequence[Gpu], facts: Mapping[str, Any], 
     """Return what a worker needs of each of its devices.
 
     Args:
-        facts: what its model's files say; empty: nothing.
+        facts: what its model's files say; empty: nothing. (``kv.size`` is that of each GPU, weights are split over them.)
     """
     found = []
     for gpu in gpus:
@@ -81,7 +81,7 @@ def shares(worker: WorkerConfig, gpus: Sequence[Gpu], facts: Mapping[str, Any], 
                 worker=worker.name,
                 uuid=gpu.uuid,
                 weights=int(facts["weights"]) // len(gpus) if facts else None,
-                kv=kv // len(gpus) if kv is not None else None,
+                kv=kv,
                 engines=engines_at_once(worker),
                 overhead=learnt or (VLLM_OVERHEAD if worker.engine is EngineKind.VLLM else ENGINE_OVERHEAD),
                 measured=learnt is not None,

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ class Launch:
     front: bool = False
     """Its first process is a server in front of the one that keeps lifeline and tether (vLLM): the death of either is the engine's, and
     the memory is frozen when the other has left it."""
+    ranks: int = 0
+    """So many processes beside that one write to the memory, each with a tether of its own: the memory is frozen when all have left it."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Goes into the list of processes, for a supervisor that adopts the engine."""
 
@@ -115,8 +118,12 @@ class EngineProcess:
         self._front: Tether | None = None
         """Of the first process, where that is a server in front."""
         self._inner = InnerEnd() if launch.front else None
-        """Of the process behind that server."""
+        """Of the process behind that server that died first: the one with the step loop, or one of its ranks."""
+        self._ranks: list[Tether] = []
+        self._writing = 1 + launch.ranks
+        """Processes that have not left the memory yet."""
         self._frozen = False
+        self._up = False
         self._nice = False
         self._group: Path | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -183,6 +190,7 @@ class EngineProcess:
             try:
                 self._tether = Tether(self._host.paths.tether(self.id), made=True)
                 self._front = Tether(self._host.paths.front(self.id), made=True) if self._launch.front else None
+                self._ranks = [Tether(path, made=True) for path in self._rank_paths()]
             except OSError as error:
                 log.warning("%s has no tether, its pidfd tells of its end: %s", self.id, error)
         self._watch(child, entry)
@@ -202,8 +210,9 @@ class EngineProcess:
         child.on_lifeline_eof = self._eof
         child.on_exit = self._exited
         child.on_status = lambda _: self._status.set()
-        if self._tether is not None:
-            self._tether.watch(child.pid, self._main_thread_died, self._left_memory)
+        for writer in (self._tether, *self._ranks):
+            if writer is not None:
+                writer.watch(child.pid, partial(self._main_thread_died, writer), self._left_memory)
         if self._front is not None:
             self._front.watch(child.pid, self._front_died, lambda: None)
 
@@ -235,11 +244,15 @@ class EngineProcess:
         try:
             self._tether = Tether(path)
             self._front = Tether(self._host.paths.front(self.id)) if self._launch.front else None
+            self._ranks = [Tether(path) for path in self._rank_paths()]
         except OSError as error:
             log.warning("%s has no tether, its lifeline tells of its end: %s", self.id, error)
             return spec
         front = str(self._host.paths.front(self.id)) if self._front is not None else ""
-        return msgspec.structs.replace(spec, tether=str(path), front_tether=front)
+        return msgspec.structs.replace(spec, tether=str(path), front_tether=front, rank_tethers=tuple(map(str, self._rank_paths())))
+
+    def _rank_paths(self) -> list[Path]:
+        return [self._host.paths.rank(self.id, rank) for rank in range(self._launch.ranks)]
 
     async def _fork(
         self, spec: EngineSpec, env: Mapping[str, str], output: int, lifeline: Lifeline, nursery: NurseryClient | None
@@ -297,14 +310,21 @@ class EngineProcess:
         """The processes of its tree when that was looked at last, some seconds ago; dead ones may be among them."""
         return self._tree.seen if self._tree is not None else frozenset()
 
+    def came_up(self) -> None:
+        """It has parked, and has opened what it works with: the next look in turn may come too late to find that. Idempotent."""
+        if not self._up:
+            self._up = True
+            self._host.spawn_task(self.observe())
+
     def discard(self) -> None:
         """Remove its files and stop watching; after `Gone` (or `SpawnFailed`)."""
         paths = self._host.paths
-        for path in (paths.spec(self.id), paths.link(self.id), paths.staged(self.id), paths.tether(self.id), paths.front(self.id)):
+        paths_of = (paths.spec, paths.link, paths.staged, paths.tether, paths.front)
+        for path in (*(of(self.id) for of in paths_of), *self._rank_paths()):
             path.unlink(missing_ok=True)
         if self._launch.front:
             shutil.rmtree(paths.files(self.id), ignore_errors=True)
-        for tether in (self._tether, self._front):
+        for tether in (self._tether, self._front, *self._ranks):
             if tether is not None:
                 tether.over()
         if self._inner is not None:
@@ -316,9 +336,9 @@ class EngineProcess:
 
     # --- the end ----------------------------------------------------------------------------------------------------------------
 
-    def _main_thread_died(self) -> None:
-        if self._inner is not None and self._tether is not None:
-            self._inner.died(self._tether.owner)
+    def _main_thread_died(self, of: Tether) -> None:
+        if self._inner is not None:
+            self._inner.died(of.owner)
         if not self._frozen:
             self._tell(m.Died(self.id))
 
@@ -329,7 +349,9 @@ class EngineProcess:
             self._tell(m.Died(self.id))
 
     def _left_memory(self) -> None:
-        if not self._frozen:
+        """One of those that write has left it; whoever never took its tether is waited for by the lifeline, which all of them hold."""
+        self._writing -= 1
+        if not self._frozen and not self._writing:
             self._frozen = True
             self._tell(m.Frozen(self.id))
 

@@ -24,7 +24,7 @@ from shadowsup.supervisor.recipe import CommandRecipe, KeptRecipe, Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Entry, Mark
 from shadowsup.supervisor.since import Since
-from shadowsup.wire.engine import Beat, GatewayBeat, Promote, Report, Stop
+from shadowsup.wire.engine import Beat, EngineState, GatewayBeat, Promote, Report, Stop
 from shadowsup.wire.sensor import SensorBeat
 
 log = logging.getLogger("shadowsup.worker")
@@ -158,6 +158,8 @@ class WorkerOwner:
                 # Forked by a nursery that died before it could answer: nobody will ever promote it, and it holds memory.
                 self._node.beats.send(report.engine, Stop())
                 return False
+            if report.state is EngineState.PARKED and report.engine in self.engines:
+                self.engines[report.engine].came_up()
             actions = self.policy.beat(report, time.monotonic()) if isinstance(self.policy, WorkerPolicy) else []
             if actions:
                 self._carry_out(actions)

@@ -124,6 +124,10 @@ class NodePaths:
         """A folder for what the engine leaves lying when it is killed (vLLM's sockets)."""
         return self.engines / f"{engine}.files"
 
+    def rank(self, engine: str, rank: int) -> Path:
+        """The tether of one rank's process."""
+        return self.engines / f"{engine}.rank{rank}"
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 

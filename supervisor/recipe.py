@@ -147,6 +147,7 @@ class KeptRecipe:
 
     def launch(self, engine: str, seq: int, *, beside: bool = False) -> Launch:
         config, paths, kv = self.config, self._paths, self.config.kv
+        ranks = config.tensor_parallel if config.engine is EngineKind.VLLM else 1
         spec = EngineSpec(
             node=self._node,
             worker=config.name,
@@ -159,6 +160,7 @@ class KeptRecipe:
             dtype=config.dtype.value,
             args=dict(config.args),
             gpus=self._gpus,
+            world=ranks,
             shadows=config.shadows,
             kv=KvSpec(size=kv.size or 0, block_tokens=kv.block_tokens, reserve=kv.reserve, beside=beside),
             verify=config.verify.value,
@@ -178,6 +180,7 @@ class KeptRecipe:
             python=self.python,
             argv=argv,
             front=config.engine is EngineKind.VLLM,
+            ranks=ranks if ranks > 1 else 0,
             cwd=config.cwd,
             log_max_size=config.logs.max_size,
             log_keep=config.logs.keep,

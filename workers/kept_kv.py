@@ -91,7 +91,10 @@ class KeptKv:
         self._device = device
         self._geometry = geometry
         self._fingerprint = fingerprint
-        self._slabs = slab_sizes(geometry.size, device)
+        parts = geometry.parts or ((device, geometry.size),)
+        of_parts = [(where, slab_sizes(size, where)) for where, size in parts]
+        self._devices = tuple(where for where, sizes in of_parts for _ in sizes)
+        self._slabs = tuple(size for _, sizes in of_parts for size in sizes)
         self.size = sum(self._slabs)
         """Bytes of the arena that these slabs fill."""
         self._handles = self._get(fresh=False, beside=beside)
@@ -191,14 +194,15 @@ class KeptKv:
             ledger_meta={"blocks": str(self._geometry.blocks), "block_tokens": str(self._geometry.block_tokens)},
             fresh=fresh,
             beside=beside,
+            devices=self._devices if self._geometry.parts else (),
             timeout_s=timeout_s,
         )
         if self._device != "host":
             from shadowsup.workers.cuda_memory import check_manifest
 
             try:
-                for slab in handles.slabs:
-                    check_manifest(slab.manifest, self._device)
+                for slab, device in zip(handles.slabs, self._devices, strict=True):
+                    check_manifest(slab.manifest, device)
             except WorkerError:
                 handles.close()
                 raise

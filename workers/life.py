@@ -25,6 +25,7 @@ from shadowsup.wire.engine import (
     Drain,
     EngineSpec,
     EngineState,
+    Failed,
     Fence,
     Fenced,
     FirstToken,
@@ -460,6 +461,9 @@ class Life:
 
     # --- the end ---------------------------------------------------------------------------------------------------------------
 
+    def _last_words(self, error: BaseException) -> Failed:
+        return last_words.failed(self.spec.engine, self.stage, error, getattr(self, "_engine", None) or self.loading)
+
     def over(self, error: BaseException) -> ExitCode:
         """Leave because of ``error`` (`Leave`: as asked), which is reported and logged. Returns the exit status.
 
@@ -468,8 +472,7 @@ class Life:
         self.leaving.over()
         code = exit_code(error)
         if code is not ExitCode.STOPPED:
-            adapter = getattr(self, "_engine", None) or self.loading
-            self._heart.report(last_words.failed(self.spec.engine, self.stage, error, adapter))
+            self._heart.report(self._last_words(error))
         log.info("leaving with status %d (%s)", code, code.name.lower())
         if code is ExitCode.STOPPED:
             self._state(EngineState.STOPPING)

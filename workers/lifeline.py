@@ -8,10 +8,12 @@ line open after the engine's death, so every fork closes it. The other direction
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
 import weakref
+from collections.abc import Iterator
 
 _TOP = 4096
 """Numbers below this, or below the limit of this process: the kernel's table of descriptors grows to the highest one in use."""
@@ -32,6 +34,17 @@ class Lifeline:
         if self._fd >= 0:
             older, self._fd = self._fd, _duplicate_high(self._fd)
             os.close(older)
+
+    @contextlib.contextmanager
+    def copy(self) -> Iterator[int]:
+        """Lend a copy of it, which no fork closes, to a child that is forked meanwhile and is as much the engine as this process is: the
+        line ends with the last who has it. -1: there is none."""
+        fd = fcntl.fcntl(self._fd, fcntl.F_DUPFD_CLOEXEC, 3) if self._fd >= 0 else -1
+        try:
+            yield fd
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
     def close(self) -> None:
         """Idempotent."""

@@ -103,6 +103,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """File of the robust mutex that the engine's main thread holds for life; empty: there is none."""
     front_tether: str = ""
     """The same, of the server in front of the engine's step loop, where there is one (vLLM's API server)."""
+    rank_tethers: tuple[str, ...] = ()
+    """The same, of each rank that is a process of its own; empty: there is none, or no such process."""
 
 
 class KvCounts(msgspec.Struct, frozen=True, kw_only=True):

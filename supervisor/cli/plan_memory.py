@@ -33,7 +33,7 @@ NURSERY = 256 * MIB
 ENGINE = 192 * MIB
 """An engine beside kept memory: 90 MiB of a parked one, 170 MiB after 4 requests at once."""
 VLLM_PROCESS = 448 * MIB
-"""An API server or an EngineCore of vLLM beside its weights: 440 MiB measured (0.32 on a CPU), most of it shared with the nursery."""
+"""An API server, an EngineCore or a rank of vLLM beside its weights: 440 MiB measured (0.32 on a CPU), most of it the nursery's."""
 NOT_HERE = 3
 """Exit code of the estimate: a repository that would have to be downloaded."""
 
@@ -157,12 +157,14 @@ def judge(
 
 
 def _vllm(worker: WorkerConfig) -> list[Need]:
-    name, engines = worker.name, 1 + worker.shadows
-    needs = [
-        Need(what="engines", worker=name, size=2 * engines * VLLM_PROCESS, how=f"{plural(engines, 'engine')} × 2 processes", estimate=True)
-    ]
+    name, engines, ranks = worker.name, 1 + worker.shadows, worker.tensor_parallel
+    processes = 2 + (ranks if ranks > 1 else 0)
+    how = f"{plural(engines, 'engine')} × {processes} processes"
+    needs = [Need(what="engines", worker=name, size=processes * engines * VLLM_PROCESS, how=how, estimate=True)]
     where = "in GPU memory" if worker.gpus else "as large as the model's files, twice until kept"
-    kv = Need(what="KV", worker=name, size=None if worker.gpus else worker.kv.size, how="in GPU memory" if worker.gpus else "kv.size")
+    on_host = worker.kv.size * ranks if worker.kv.size is not None and not worker.gpus else None
+    how = "in GPU memory" if worker.gpus else "kv.size" if ranks == 1 else f"kv.size × {ranks} ranks"
+    kv = Need(what="KV", worker=name, size=on_host, how=how)
     return [Need(what="weights", worker=name, size=None, how=where), kv, *needs]
 
 

@@ -127,6 +127,7 @@ def _kept_command(worker: WorkerConfig, spec: str, link: str) -> list[str]:
             block_tokens=worker.kv.block_tokens,
             kv_size=worker.kv.size or 0,
             args=worker.args,
+            tensor_parallel=worker.tensor_parallel,
         )
         return redact_command([interpreter(worker), "-m", vllm_arguments.SERVER, *words])
     return [interpreter(worker), "-m", "shadowsup.workers.main", spec]

@@ -128,7 +128,7 @@ def _devices(config: NodeConfig, worker: WorkerConfig, at: Path) -> Iterator[Fin
             f"one GPU a rank: tensor_parallel: {count}",
             about=(gpus, ranks),
         )
-    if worker.tensor_parallel > 1 and not worker.gpus:
+    if worker.tensor_parallel > 1 and not worker.gpus and worker.engine is not EngineKind.VLLM:  # a CPU build has ranks, too
         yield Finding(
             ranks, f"tensor_parallel is {worker.tensor_parallel} but there are no gpus", "name a GPU for each rank", about=(gpus,)
         )

@@ -35,7 +35,7 @@ _BY_ENGINE = {
     EngineKind.VLLM: {
         "device": "use gpus",
         "uds": "engines listen on sockets in the runtime directory",
-        "distributed_executor_backend": "worker and scheduler share a process, which keeps the memory",
+        "distributed_executor_backend": "processes are started so that they keep the memory",
         "worker_cls": "kept memory is attached there",
         "scheduler_cls": "the ledger is attached there",
         "worker_extension_cls": "kept memory is attached there",

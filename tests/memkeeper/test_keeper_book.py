@@ -247,3 +247,20 @@ def test_a_set_is_given_out_when_all_its_deposits_are_acknowledged() -> None:
     assert deposits.freed("t") == [("t", 6, True)]
     assert deposits.oldest_s is None
     assert deposits.acknowledged(other) == []
+
+
+def test_slabs_of_several_devices_are_one_set() -> None:
+    book = new_book()
+    book.connect(1, "chat.1", ())
+    request = msgspec.structs.replace(kv_request(), device="GPU-a", kv_sizes=(4096, 8192), devices=("GPU-a", "GPU-b"))
+    planned = book.plan_kv(request, [4096, 8192], 4096, {})
+    assert [manifest.device for manifest in planned.manifests] == ["GPU-a", "GPU-b", "host"]
+    book.add(1, planned)
+    assert book.find_kv(request, [4096, 8192], 4096) is planned
+    assert book.find_kv(msgspec.structs.replace(request, devices=("GPU-a", "GPU-c")), [4096, 8192], 4096) is None
+    with pytest.raises(KeeperError, match="2 KV slabs on 1 devices"):
+        book.find_kv(msgspec.structs.replace(request, devices=("GPU-a",)), [4096, 8192], 4096)
+
+
+def test_the_ranks_of_an_engine_are_its_workers() -> None:
+    assert [worker_of(client) for client in ("a.b.3", "a.b.3/1", "supervisor", "a.b.x/1")] == ["a.b", "a.b", "supervisor", "a.b.x/1"]

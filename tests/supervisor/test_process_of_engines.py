@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,29 @@ from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import How
 from shadowsup.supervisor.registry import Registry
 from shadowsup.supervisor.tree import Killed, Tree
+from shadowsup.wire.engine import EngineSpec, KvSpec
+
+RANKS = """
+import json, os, signal, sys
+from shadowsup.workers import tether
+spec = json.load(open(os.environ["SHADOWSUP_SPEC"]))
+pids = []
+for path in [*spec["rank_tethers"], spec["tether"]]:
+    ready, done = os.pipe()
+    pid = os.fork()
+    if not pid:
+        tether.hold(path)
+        os.write(done, b"x")
+        signal.pause()
+    os.read(ready, 1)
+    pids.append(pid)
+open(sys.argv[1] + ".new", "w").write(" ".join(map(str, pids)))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+for pid in pids:
+    os.waitpid(pid, 0)
+signal.pause()
+"""
+"""A server in front of one that keeps the index, and of two ranks: all of them have the lifeline."""
 
 
 class NoScribe:
@@ -34,7 +59,7 @@ class NoScribe:
 class Watched:
     """An engine process and what it tells."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, launch: Launch | None = None) -> None:
         self.paths = NodePaths(runtime=folder, state=folder)
         self.tasks: set[asyncio.Task[None]] = set()
         self.told: asyncio.Queue[m.WorkerEvent] = asyncio.Queue()
@@ -46,7 +71,7 @@ class Watched:
             registry=Registry(self.paths.processes),
             spawn_task=self._task,
         )
-        launch = Launch(worker="chat", env={"PATH": os.environ["PATH"]}, argv=["sleep", "600"])
+        launch = launch or Launch(worker="chat", env={"PATH": os.environ["PATH"]}, argv=["sleep", "600"])
         self.process = EngineProcess(host, "chat.1", launch, self.told.put_nowait)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -104,3 +129,45 @@ async def test_an_engine_that_cannot_be_recorded_does_not_run(engine: Watched, t
     await asyncio.to_thread(os.waitid, os.P_PID, identity.pid, os.WEXITED)
     assert not ids.alive(identity)
     assert engine.process.pid is None
+
+
+async def test_the_memory_is_frozen_when_the_last_rank_has_left_it(tmp_path: Path) -> None:
+    spec = EngineSpec(
+        node="test",
+        worker="chat",
+        engine="chat.1",
+        seq=1,
+        kind="vllm",
+        model="m",
+        served_name="chat",
+        world=2,
+        kv=KvSpec(size=0),
+        runtime_dir=str(tmp_path),
+        keeper_socket="",
+        beat_endpoint="",
+        link_socket="",
+    )
+    told = tmp_path / "pids"
+    env = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    argv = [sys.executable, "-c", RANKS, str(told)]
+    watched = Watched(tmp_path, Launch(worker="chat", env=env, spec=spec, argv=argv, front=True, ranks=2))
+    watched.paths.engines.mkdir()
+    await watched.process.start(How.COLD, None, refill=False)
+    async with asyncio.timeout(30):
+        while not told.exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+        *ranks, core = map(int, told.read_text().split())
+        os.kill(ranks[0], signal.SIGKILL)
+        assert await watched.next(m.Died) == m.Died("chat.1")
+        os.kill(core, signal.SIGKILL)
+        assert await watched.next(m.Died) == m.Died("chat.1")
+        while watched.process._writing > 1:  # noqa: ASYNC110 - a thread tells
+            await asyncio.sleep(0.001)
+        assert watched.told.empty()
+        os.kill(ranks[1], signal.SIGKILL)
+        await watched.next(m.Frozen)
+        watched.process.kill_tree()
+        await watched.next(m.Gone)
+    await asyncio.gather(*watched.tasks)
+    watched.process.discard()
+    assert not list(watched.paths.engines.iterdir())

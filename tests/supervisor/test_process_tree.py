@@ -261,10 +261,15 @@ import mmap
 resource_tracker.register = lambda *a: None
 kept = [shared_memory.SharedMemory(create=True, size=4096, name='{name}-%d' % n) for n in range(50)]
 shared = open('/dev/shm/{name}-shared', 'rb')
+model = open('/dev/shm/{name}-models/model', 'rb')
 say('leader'); rest()
 """
     shared, foreign = Path(f"/dev/shm/{name}-shared"), Path(f"/dev/shm/{name}-foreign")
     shared.write_bytes(b"x")
+    folder = Path(f"/dev/shm/{name}-models")
+    folder.mkdir()
+    model = folder / "model"
+    model.write_bytes(b"x")
     foreign.write_bytes(b"x")
     with shared.open("rb"):
         engine = await start(code)
@@ -278,9 +283,10 @@ say('leader'); rest()
         recreated.write_bytes(b"somebody else's by now")
         removed = await asyncio.to_thread(unlink_shm, killed.shm)
     left = sorted(path.name for path in Path("/dev/shm").glob(f"{name}*"))
-    for path in (shared, foreign, recreated):
+    for path in (shared, foreign, recreated, model):  # a model on a RAM disk is there as it was
         path.unlink()
-    assert left == [f"{name}-7", f"{name}-foreign", f"{name}-shared"]
+    folder.rmdir()
+    assert left == [f"{name}-7", f"{name}-foreign", f"{name}-models", f"{name}-shared"]
     assert len(removed) == 49
 
 

@@ -44,7 +44,7 @@ def test_a_tested_version_with_plain_options_keeps_its_memory(interpreter: Path)
         ({"args": {"quantization": "fp8"}}, "quantization: fp8"),
         ({"args": {"enable_prefix_caching": False}}, "prefix caching"),
         ({"args": {"data_parallel_size": 2}}, "data_parallel_size: 2"),
-        ({"tensor_parallel": 2}, "tensor_parallel: 2"),
+        ({"args": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size: 2"),
     ],
 )
 def test_what_is_not_proven_is_told(interpreter: Path, more: dict[str, Any], told: str) -> None:

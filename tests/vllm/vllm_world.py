@@ -28,7 +28,7 @@ def importable() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def config(model: Path, *, shadows: int, ceiling: str = "5s") -> dict[str, Any]:
+def config(model: Path, *, shadows: int, ceiling: str = "5s", ranks: int = 1) -> dict[str, Any]:
     return {
         "version": 1,
         "workers": [
@@ -39,6 +39,7 @@ def config(model: Path, *, shadows: int, ceiling: str = "5s") -> dict[str, Any]:
                 "model": str(model),
                 "dtype": "float32",
                 "shadows": shadows,
+                "tensor_parallel": ranks,
                 "kv": {"size": "64MiB", "block_tokens": BLOCK},
                 "args": {
                     "max_model_len": 2048,
@@ -57,6 +58,8 @@ def config(model: Path, *, shadows: int, ceiling: str = "5s") -> dict[str, Any]:
                     "DO_NOT_TRACK": "1",
                     # Each engine would compile for some seconds before it is up.
                     "TORCH_COMPILE_DISABLE": "1",
+                    # vLLM binds each rank to a NUMA node of its own, which a small machine has not.
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 },
                 "health": {"hang": {"ceiling": ceiling}},
             }
@@ -68,6 +71,12 @@ def core_of(leader: int) -> psutil.Process:
     """Return the EngineCore of the engine whose API server is ``leader``."""
     (core,) = psutil.Process(leader).children()
     return core
+
+
+def ranks_of(leader: int) -> list[psutil.Process]:
+    """Return the ranks of that engine, in order, where they are processes of their own."""
+    found = [child for child in core_of(leader).children() if not any("resource_tracker" in word for word in child.cmdline())]
+    return sorted(found, key=lambda child: child.pid)
 
 
 def prompt(number: int, tokens: int) -> list[int]:

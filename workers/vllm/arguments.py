@@ -28,6 +28,11 @@ UNI_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 MIDDLEWARE = "shadowsup.workers.vllm.turns.Counted"
 """Counts the requests that the API server has."""
 
+RANKS_EXECUTOR = "shadowsup.workers.vllm.executor.KeptExecutor"
+"""With more than one rank, each of which is a process of its own."""
+
+RANK_WORKER_CLS = "shadowsup.workers.vllm.rank_worker.RankWorker"
+
 UNUSED_FRACTION = "0.01"
 """``--gpu-memory-utilization``: vLLM refuses to start where less than this is free, and takes nothing from it once the KV's size is
 given."""
@@ -43,8 +48,10 @@ def command_line(
     block_tokens: int,
     kv_size: int,
     args: Mapping[str, object],
+    tensor_parallel: int = 1,
 ) -> list[str]:
-    """Return the arguments of vLLM's API server. ``kv_size`` in bytes, 0: worked out by the engine. ``args``: the worker's own."""
+    """Return the arguments of vLLM's API server. ``kv_size``: bytes of each rank, 0: the engine works it out. ``args``: the worker's."""
+    several = tensor_parallel > 1
     own: dict[str, object] = {
         "model": model,
         "served_model_name": served_name,
@@ -54,9 +61,10 @@ def command_line(
         "block_size": block_tokens,
         "kv_cache_memory_bytes": kv_size or None,
         "gpu_memory_utilization": UNUSED_FRACTION,
-        "worker_cls": WORKER_CLS,
+        "worker_cls": RANK_WORKER_CLS if several else WORKER_CLS,
         "scheduler_cls": SCHEDULER_CLS,
-        "distributed_executor_backend": UNI_EXECUTOR,
+        "tensor_parallel_size": tensor_parallel if several else None,
+        "distributed_executor_backend": RANKS_EXECUTOR if several else UNI_EXECUTOR,
         "middleware": MIDDLEWARE,
     }
     return [*words(own), *words(args)]
@@ -73,6 +81,7 @@ def of_spec(spec: EngineSpec) -> list[str]:
         block_tokens=spec.kv.block_tokens,
         kv_size=spec.kv.size,
         args=spec.args,
+        tensor_parallel=spec.world,
     )
 
 

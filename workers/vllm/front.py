@@ -88,24 +88,24 @@ def install() -> None:
     CoreEngineProcManager.__init__ = _start_core
 
 
-def _insist_on_fork() -> None:
-    """EngineCore inherits the lifeline, and what has been imported (a CPU build sets ``spawn`` whatever the environment says).
+def insist_on_fork() -> None:
+    """EngineCore and its ranks inherit the lifeline, and what has been imported (a CPU build sets ``spawn`` whatever the environment says).
 
     Raises:
-        WorkerError: (fatal) vLLM would spawn it all the same.
+        WorkerError: (fatal) vLLM would spawn them all the same.
     """
     from vllm.utils.system_utils import get_mp_context
 
     os.environ.update(ENVIRONMENT)
     method = get_mp_context().get_start_method()
     if method != "fork":
-        raise WorkerError(f"vLLM starts its EngineCore by {method}, not by fork", "the engine's log says why", fatal=True)
+        raise WorkerError(f"vLLM starts its processes by {method}, not by fork", "the engine's log says why", fatal=True)
 
 
 def _start_core(manager: Any, *args: Any, **kwargs: Any) -> None:
     front = _front
     if front is not None:
-        _insist_on_fork()
+        insist_on_fork()
         front.rest()
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         if names:

@@ -18,7 +18,7 @@ from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.mapping import round_up
 from shadowsup.workers.torch_memory import as_bytes
 from shadowsup.workers.vllm import hashing
-from shadowsup.workers.vllm.life import EngineLife
+from shadowsup.workers.vllm.holding import Holding
 from shadowsup.workers.vllm.scheduler import reserve_of
 
 ALIGNMENT = 512
@@ -28,7 +28,7 @@ ALIGNMENT = 512
 class KvMemory(TorchFunctionMode):
     """Used once, around ``Worker.initialize_from_config``. Leaving it checks that every KV tensor lies in the arena."""
 
-    def __init__(self, life: EngineLife, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
+    def __init__(self, life: Holding, vllm_config: Any, kv_cache_config: Any, device: torch.device) -> None:
         super().__init__()
         self._life = life
         self._config = vllm_config

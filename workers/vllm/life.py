@@ -12,15 +12,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
-from shadowsup.wire.engine import EngineSpec, EngineState, FirstToken, Order, Phase, Release, Stop
-from shadowsup.workers import compiling, kept_kv
+import msgspec
+
+from shadowsup.memkeeper.errors import LedgerLost
+from shadowsup.wire.engine import EngineSpec, EngineState, Failed, FirstToken, Order, Phase, Release, Stop
+from shadowsup.workers import compiling, kept_kv, process
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
-from shadowsup.workers.errors import ExitCode
+from shadowsup.workers.errors import ExitCode, WorkerError
+from shadowsup.workers.leaving import Leave
 from shadowsup.workers.life import FOLLOW_S, IDLE_S, Life
-from shadowsup.workers.vllm import turns
+from shadowsup.workers.vllm import current, turns
+from shadowsup.workers.vllm.ranks import RankedArena, Ranks, together
 
 if TYPE_CHECKING:
     from shadowsup.memkeeper.protocol import Fingerprint
@@ -57,6 +63,10 @@ class EngineLife(Life):
         """Puts an errand into the busy loop's queue; None: there is no loop yet."""
         self._told_first = False
         self._over = threading.Event()
+        self.ranks: Ranks | None = None
+        """Where they are processes of their own."""
+        self._told: Failed | None = None
+        """What a rank said that could not go on."""
 
     @property
     def salt(self) -> bytes:
@@ -68,9 +78,7 @@ class EngineLife(Life):
     def take_weights(self, weights: KeptWeights, mark: Fingerprint) -> None:
         """The model's weights are there."""
         self.weight_bytes = weights.nbytes
-        # The version of vLLM decides how weights are laid out, not what they are: keys and values outlive an update of it.
-        items = tuple((f"weights.{key}", value) for key, value in mark.items if key != "vllm")
-        self.weight_marks = (*items, ("weights.digest", weights.digest))
+        self.weight_marks = current.weight_marks(mark, weights.digest)
 
     def reserve_range(self, size: int) -> KvArena:
         """Return the arena for ``size`` bytes of blocks, over scratch. Before `hold`: what the blocks mean is known once vLLM has laid its
@@ -84,6 +92,32 @@ class EngineLife(Life):
     def hold(self, geometry: KvGeometry, weights: Fingerprint | None) -> None:
         super().hold(geometry, weights)
         assert self._kv.size == self._arena.size, "the slabs of a worker fill its arena"
+
+    def hold_ranks(self) -> None:
+        """Every rank has laid out its part of the blocks: get all of them, and their ledger, from the keeper, as one set.
+
+        Raises:
+            WorkerError: the parts do not go together.
+            OutOfMemory: the keeper cannot create the segments.
+            KeeperError: the keeper refuses or is not there.
+        """
+        ranks = self.ranks
+        assert ranks is not None
+        self.stage = "warm"
+        self._state(EngineState.WARMING, phase=Phase.WARMING, detail="")
+        parts = ranks.parts()
+        self._arena = RankedArena(ranks, parts)
+        self.connect()
+        self.hold(together(parts), None)
+
+    def lifeline_copy(self) -> AbstractContextManager[int]:
+        """Lend a rank's process the lifeline while that is being forked."""
+        return self._lifeline.copy()
+
+    @property
+    def priority(self) -> process.Priority | None:
+        """Lowered while the engine comes up."""
+        return self._priority
 
     def attend(self, engine: Served, post: Callable[[Errand], None]) -> None:
         """Busy loop, before its first turn: the engine is warm. Parks as soon as the API server listens."""
@@ -176,11 +210,22 @@ class EngineLife(Life):
         """End this process because of ``error`` (`Leave`: as asked). vLLM's own way out takes seconds, and what it leaves behind is removed
         after the fence."""
         self._over.set()
+        if self.ranks is not None and not isinstance(error, Leave | LedgerLost):
+            self._told = self.ranks.failure()
+            if self._told is not None:
+                error = WorkerError(self._told.message, self._told.hint, fatal=self._told.fatal)
         code: int = ExitCode.FAILED
         try:
             code = self.over(error)
         finally:
             os._exit(code)
+
+    def _last_words(self, error: BaseException) -> Failed:
+        """What a rank has said of its own failure tells more than what vLLM tells of it here."""
+        if self._told is None:
+            return super()._last_words(error)
+        log.error("cannot go on (%s): a rank has failed: %s", self.stage, error)
+        return msgspec.structs.replace(self._told, stage=self.stage)
 
 
 def _listens(path: str) -> bool:

@@ -25,7 +25,7 @@ from shadowsup.memkeeper.protocol import Fingerprint
 from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.torch_memory import view
 from shadowsup.workers.vllm import versions
-from shadowsup.workers.vllm.life import EngineLife
+from shadowsup.workers.vllm.holding import Holding
 from shadowsup.workers.weights import KeptWeights, TensorSpec, WeightStore
 
 FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "dummy", "fastsafetensors")
@@ -37,7 +37,7 @@ log = logging.getLogger("shadowsup.engine")
 
 
 @contextlib.contextmanager
-def kept(life: EngineLife) -> Iterator[None]:
+def kept(life: Holding) -> Iterator[None]:
     """Have the model that vLLM loads meanwhile come from kept memory."""
     from vllm.model_executor import model_loader
 
@@ -59,7 +59,7 @@ def _refusing(name: str) -> Any:
     return refuse
 
 
-def _keeping(base: Any, life: EngineLife) -> Any:
+def _keeping(base: Any, life: Holding) -> Any:
     class KeepingLoader(base):
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Any:
             store = life.connect()
@@ -89,7 +89,7 @@ def _keeping(base: Any, life: EngineLife) -> Any:
     return KeepingLoader
 
 
-def fingerprint(vllm_config: Any, model_config: Any, life: EngineLife) -> Fingerprint:
+def fingerprint(vllm_config: Any, model_config: Any, life: Holding) -> Fingerprint:
     """Return what the loaded bytes depend on: the model's files, vLLM's own layout of them, type and rank."""
     parallel = vllm_config.parallel_config
     device = "cpu" if life.device == "host" else "cuda"

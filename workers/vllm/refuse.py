@@ -25,7 +25,9 @@ def config(vllm_config: Any) -> None:
         (model.quantization is not None, f"quantised weights ({model.quantization})"),
         (str(cache.cache_dtype) not in _FLOATS, f"a KV cache in {cache.cache_dtype}"),
         (not cache.enable_prefix_caching, "a KV cache without prefix caching"),
-        (parallel.world_size > 1, f"{parallel.world_size} ranks"),
+        (parallel.world_size != parallel.tensor_parallel_size, "pipeline or prefill context parallelism"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism"),
+        (parallel.nnodes > 1, "an engine on several machines"),
         (parallel.data_parallel_size > 1, "data parallelism"),
         (model.runner_type != "generate", f"a model that is run to {model.runner_type}"),
     ]

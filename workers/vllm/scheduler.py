@@ -113,6 +113,8 @@ class Kept:
         self.pool.follow(ledger)
 
     def promote(self, ledger: LedgerWriter, *, fenced: bool) -> tuple[int, int]:
+        if self.life.ranks is not None:
+            self.life.ranks.serve()  # before anything is scheduled: all ranks, or the promotion has failed
         kept = self.pool.take(ledger, fenced=fenced)
         if self.hasher is not None:
             self.hasher.salt = self.life.salt

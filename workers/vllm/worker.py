@@ -1,6 +1,6 @@
 """Seam: ``--worker-cls`` (0.26, 0.32): the worker that vLLM would have taken itself, with kept weights and KV.
 
-With one rank vLLM runs it in EngineCore's process.
+With one rank vLLM runs it in EngineCore's process, with several each in one of its own (`shadowsup.workers.vllm.rank_worker`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KeptWorker(Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse.config(self.vllm_config)
-        self._kept = current.life()
+        self._kept = current.holding()
         worker: Any = self
         where = str(worker.distributed_init_method)
         if where.startswith("file://"):  # the same for all ranks; a killed engine would leave it in the temporary folder
