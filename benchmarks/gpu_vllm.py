@@ -9,6 +9,8 @@ done is saved after each section, so that a time limit loses nothing. Sections:
 * ``beside``: 16 streams while a shadow starts beside them, and without.
 * ``respawn``: no shadow: an engine forked from the nursery over kept memory.
 * ``plain``: vLLM without shadowsup, restarted at once; its clients ask again.
+* ``tp2``: two GPUs, tensor parallel: as ``shadow``, with either rank killed by turns, beside API server and EngineCore; and the tokens of
+  16 streams over kills of either rank with VLLM_BATCH_INVARIANT=1. Left out, and said so, where there is one GPU only.
 * ``throughput``: 32 streams on a node with a parked shadow, and on vLLM without shadowsup.
 """
 
@@ -39,6 +41,7 @@ from shadowsup.supervisor.bench.figures import percentiles
 from shadowsup.supervisor.bench.node import Node, engine_of
 from shadowsup.supervisor.bench.prompts import chats, payload
 from shadowsup.supervisor.bench.setting import Mode
+from shadowsup.supervisor.devices import read_gpus
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 TOKENS = 8000
@@ -53,6 +56,7 @@ class Setting:
     python: str
     env: dict[str, str]
     kv: str = "40GiB"
+    ranks: int = 1
 
     def content(self, **env: str) -> dict[str, Any]:
         args = {"load_format": "dummy", "max_model_len": 40000, "chat_template": TEMPLATE, "enable_prompt_tokens_details": True}
@@ -62,7 +66,8 @@ class Setting:
             "python": self.python,
             "model": self.model,
             "dtype": "bfloat16",
-            "gpus": [0],
+            "gpus": list(range(self.ranks)),
+            "tensor_parallel": self.ranks,
             "shadows": 1,
             "args": args,
             "kv": {"size": self.kv, "block_tokens": 16},
@@ -76,27 +81,35 @@ class Setting:
 
 @contextlib.contextmanager
 def victims(which: str) -> Any:
-    """Have `failover` kill the ``core`` or the ``api`` server of the active engine."""
+    """Have `failover` kill the ``core``, a ``rank`` by its number or the ``api`` server of the active engine."""
     before = failover.engine_of
 
-    async def core(node: Node, role: str, worker: str | None = None) -> dict[str, Any]:
+    async def inner(node: Node, role: str, worker: str | None = None) -> dict[str, Any]:
         found = await before(node, role, worker)
-        (child,) = psutil.Process(found["pid"]).children()
-        return {**found, "pid": child.pid}
+        (core,) = psutil.Process(found["pid"]).children()
+        return {**found, "pid": core.pid if which == "core" else ranks_of(core)[int(which.removeprefix("rank"))].pid}
 
-    if which == "core":
-        failover.engine_of = core
+    if which != "api":
+        failover.engine_of = inner
     try:
         yield
     finally:
         failover.engine_of = before
 
 
-async def killed(node: Node, count: int, *, streams: int, tokens: int, output: int = 96) -> dict[str, Any]:
-    """Kill both kinds by turns; all figures by kind."""
+def ranks_of(core: psutil.Process) -> list[psutil.Process]:
+    """Return the ranks of an EngineCore, in order: all that it has forked but multiprocessing's own helper."""
+    found = [child for child in core.children() if not any("resource_tracker" in word for word in child.cmdline())]
+    return sorted(found, key=lambda child: child.pid)
+
+
+async def killed(
+    node: Node, count: int, *, streams: int, tokens: int, output: int = 96, kinds: Sequence[str] = ("core", "api")
+) -> dict[str, Any]:
+    """Kill ``kinds`` by turns, ``count`` times in all; all figures by kind."""
     found: dict[str, Any] = {}
-    for number, which in enumerate(("core", "api")):
-        times = count - count // 2 if number == 0 else count // 2
+    for number, which in enumerate(kinds):
+        times = count // len(kinds) + (number < count % len(kinds))
         if times:
             with victims(which):
                 plan = replace(plan_of(times, streams, tokens, output=output), settle_timeout_s=180.0)
@@ -137,6 +150,18 @@ async def shadow(setting: Setting, found: dict[str, Any], factor: float) -> None
 async def exact(setting: Setting, found: dict[str, Any], factor: float) -> None:
     async with a_node(setting.content(VLLM_BATCH_INVARIANT="1"), found) as node:
         found["16 streams"] = await killed(node, scaled(4, factor), streams=16, tokens=1000, output=300)
+
+
+async def tp2(setting: Setting, found: dict[str, Any], factor: float) -> None:
+    if len(read_gpus()) < 2:
+        found["left out"] = "needs two GPUs"
+        say("tp2: left out, it needs two GPUs")
+        return
+    pair, ranks = replace(setting, ranks=2), ("rank0", "rank1")
+    async with a_node(pair.content(), found) as node:
+        found["256k tokens"] = await killed(node, scaled(12, factor), streams=32, tokens=TOKENS, kinds=(*ranks, "core", "api"))
+    async with a_node(pair.content(VLLM_BATCH_INVARIANT="1"), found) as node:
+        found["16 streams, exact"] = await killed(node, scaled(4, factor), streams=16, tokens=1000, output=300, kinds=ranks)
 
 
 async def beside(setting: Setting, found: dict[str, Any], factor: float) -> None:
@@ -187,6 +212,7 @@ SECTIONS: dict[str, Callable[[Setting, dict[str, Any], float], Awaitable[None]]]
     "respawn": respawn,
     "plain": plain,
     "exact": exact,
+    "tp2": tp2,
     "beside": beside,
     "throughput": throughput,
 }
