@@ -82,16 +82,6 @@ async def test_a_rank_that_stands_still_is_found_by_the_step_that_does_not_end(p
     assert "hang" in recovery["cause"]
 
 
-async def test_the_blocks_of_each_rank_are_read_from_kept_memory(pair: Node, answers: list[list[int]]) -> None:
-    """The control: what stands in the memory of one rank decides the answer."""
-    ids, cached = await ask(pair, PROMPTS[0])
-    assert cached and ids == answers[0]
-    assert scramble(ranks_of((await engine_of(pair, "active"))["pid"])[1].pid) > 0
-    ids, cached = await ask(pair, PROMPTS[0])
-    assert cached
-    assert ids != answers[0]
-
-
 async def test_a_shadow_one_rank_of_which_stands_still_is_not_promoted_by_half(pair: Node) -> None:
     """All ranks or none: the next rung of the ladder finds what the engine that died has left."""
     fresh = [(7 * at) % 250 for at in range(400)]
@@ -105,3 +95,14 @@ async def test_a_shadow_one_rank_of_which_stands_still_is_not_promoted_by_half(p
     await pair.wait_for("healthy", "chat", 60)
     recovery = (await pair.call("recoveries"))["recoveries"][-1]
     assert recovery["kind"] == "respawn"
+
+
+async def test_the_blocks_of_each_rank_are_read_from_kept_memory(pair: Node, answers: list[list[int]]) -> None:
+    """The control: what stands in the memory of one rank decides the answer. The last test: random bytes are NaN, too, and what vLLM
+    masks out of a block that is not full is multiplied by zero."""
+    ids, cached = await ask(pair, PROMPTS[0])
+    assert cached and ids == answers[0]
+    assert scramble(ranks_of((await engine_of(pair, "active"))["pid"])[1].pid) > 0
+    ids, cached = await ask(pair, PROMPTS[0])
+    assert cached
+    assert ids != answers[0]
