@@ -24,6 +24,10 @@ class KeptExecutor(MultiprocExecutor):
         rank.install()
         super()._init_executor()
 
+    @staticmethod
+    def _ensure_worker_termination(worker_procs: Any) -> None:
+        """Wait for nobody: whoever ends takes the whole tree along, and what this process has to say of it is to be heard first."""
+
     def _call(self, method: str, timeout_s: float | None, *args: Any) -> list[Any]:
         answers: list[Any] = super().collective_rpc(method, timeout=timeout_s, args=args)
         return answers

@@ -6,6 +6,7 @@ It is the ranks that write the memory. So each holds the engine's lifeline, whos
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     from shadowsup.memkeeper.protocol import Fingerprint
     from shadowsup.workers.weights import KeptWeights
+
+LINGER_S = 2.0
+"""A rank that has failed gives EngineCore so long to tell of it."""
 
 log = logging.getLogger("shadowsup.engine")
 
@@ -60,6 +64,7 @@ class RankLife:
         self._keeper: KeeperClient | None = None
         self._arena: KvArena
         self._geometry: KvGeometry
+        self._failed = False
         if spec.rank_tethers:
             tether.hold(spec.rank_tethers[rank])
 
@@ -131,7 +136,15 @@ class RankLife:
 
     def tell(self, error: BaseException) -> None:
         """Leave the last words of this engine: EngineCore, which hears of the failure from vLLM, is only told its text."""
+        self._failed = True
         ranks.say(self._line, time.monotonic(), last_words.failed(self.spec.engine, self.stage, error, None))
+
+    def linger(self) -> None:
+        """After a failure: let EngineCore say why, before this rank's end has the whole tree killed."""
+        if self._failed:
+            self._line.settimeout(LINGER_S)
+            with contextlib.suppress(OSError):
+                self._line.recv(1)  # ends with EngineCore
 
 
 def install() -> None:
@@ -165,5 +178,9 @@ def _worker_main(*args: Any, **kwargs: Any) -> None:
     assert _seat is not None and core.ranks is not None
     line, lifeline_fd = _seat
     core.ranks.forget()
-    current.begin_rank(RankLife(core.spec, int(kwargs["rank"]), line, lifeline_fd, core.priority))
-    _original["main"](*args, **kwargs)
+    life = RankLife(core.spec, int(kwargs["rank"]), line, lifeline_fd, core.priority)
+    current.begin_rank(life)
+    try:
+        _original["main"](*args, **kwargs)
+    finally:
+        life.linger()
