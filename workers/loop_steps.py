@@ -225,6 +225,7 @@ class Serving:
                 text=Detokenizer(self._tokenizer, stops=sampling.stop, min_tokens=sampling.min_tokens, delivered=delivered),
                 max_total=self._max_context,
                 eos=self._eos,
+                replayed=replay is not None,
             )
         )
 

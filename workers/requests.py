@@ -27,6 +27,8 @@ class Request:
     cached: int = 0
     """Tokens found in kept KV when it was first scheduled."""
     accepted: bool = False
+    replayed: bool = False
+    """Another engine has accepted it: the gateway knows the prompt's ids."""
     undelivered: str = ""
     """Text of replayed ids that the client has not got; sent with the next token."""
     blocks: list[int] = field(default_factory=list)

@@ -230,7 +230,8 @@ class Scheduler:
 
     def _accept(self, request: Request) -> None:
         request.accepted = True
-        self._events.append(Accepted(rid=request.rid, epoch=request.epoch, prompt_ids=request.prompt, cached_tokens=request.cached))
+        ids = () if request.replayed else request.prompt
+        self._events.append(Accepted(rid=request.rid, epoch=request.epoch, prompt_ids=ids, cached_tokens=request.cached))
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)

@@ -186,6 +186,7 @@ class FakeEngine:
                 text=text,
                 max_total=self._context,
                 eos=(EOS,),
+                replayed=request.replay is not None,
             )
         )
 

@@ -90,12 +90,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
-    """Always before the first token of a request (a replayed one too). ``cached_tokens``: prompt+replayed tokens found in kept KV."""
+    """Always before the first token of a request (a replayed one too). ``cached_tokens``: prompt+replayed tokens found in kept KV.
+
+    ``prompt_ids``: empty for a replay, whose ids the gateway has. With 30,000 blocks in use they would take it longer to read than all else.
+    """
 
     rid: str
     epoch: int
-    prompt_ids: tuple[int, ...]
     cached_tokens: int
+    prompt_ids: tuple[int, ...] = ()
 
 
 class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):

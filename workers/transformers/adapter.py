@@ -233,6 +233,7 @@ class TransformersEngine:
                 ),
                 max_total=self._max_context,
                 eos=self._loaded.eos,
+                replayed=replay is not None,
                 known_hashes=foreseen.hashes,
                 known_blocks=foreseen.blocks,
             )

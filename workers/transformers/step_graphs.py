@@ -23,6 +23,8 @@ from shadowsup.workers.transformers.batch import Piece
 from shadowsup.workers.transformers.paging import Paging, parts_of, rows_of_tile
 
 _WARM_RUNS = 2
+_SINGLE_COPIES = 4
+"""Rows of the block tables that are copied one by one; a copy costs 10 µs to start, as much as half a megabyte takes."""
 MIXED_TOKENS = (64, 128, 256, 512)
 """Above that the device has enough to do for the launches to be hidden behind it."""
 
@@ -137,8 +139,7 @@ class StepGraphs:
         """
         used = self._stage(size, pieces)
         self._inputs[:used].copy_(self._staged[:used], non_blocking=True)
-        for row, piece in enumerate(pieces):
-            self._fill_table(row, piece)
+        self._fill_tables(pieces)
         self._graphs[size].replay()
         assert self._logits is not None, "there is a graph"
         return self._logits[: sum(piece.samples for piece in pieces)]
@@ -188,16 +189,25 @@ class StepGraphs:
             begin += firsts
         return sequence, begin
 
-    def _fill_table(self, row: int, piece: Piece) -> None:
-        """Bring a row of the block tables up to date: mostly nothing, now and then one block, everything for another sequence."""
-        known, filled = self._filled[row]
-        used = (piece.context - 1) // self._page + 1
-        if known is not piece.blocks:
-            filled = 0
-        if filled < used:
-            self._staged_tables[row, filled:used] = torch.tensor(piece.blocks[filled:used], dtype=torch.int32)
+    def _fill_tables(self, pieces: Sequence[Piece]) -> None:
+        """Bring the block tables up to date: mostly nothing, now and then a block of a row, everything of a row for another sequence."""
+        staged = self._staged_tables.numpy()
+        changed: list[tuple[int, int, int]] = []
+        for row, piece in enumerate(pieces):
+            known, filled = self._filled[row]
+            used = (piece.context - 1) // self._page + 1
+            if known is not piece.blocks:
+                filled = 0
+            if filled < used:
+                staged[row, filled:used] = piece.blocks[filled:used]
+                self._filled[row] = piece.blocks, used
+                changed.append((row, filled, used))
+        if len(changed) > _SINGLE_COPIES:  # all replays of a failover: one copy, of whole rows
+            end = changed[-1][0] + 1
+            self._tables[:end].copy_(self._staged_tables[:end], non_blocking=True)
+            return
+        for row, filled, used in changed:
             self._tables[row, filled:used].copy_(self._staged_tables[row, filled:used], non_blocking=True)
-            self._filled[row] = piece.blocks, used
 
     def _forward(self, size: Size) -> None:
         """Run the model over what `_inputs` has, with its logits to `_logits`."""
