@@ -86,6 +86,7 @@ FOR_PEOPLE = {
     "supervisor/scribe.py": "stamps of lines",
     "supervisor/scribe_file.py": "stamps of lines",
     "supervisor/status.py": "time_s of a status",
+    "workers/vllm/replay/stage.py": "arrival_time, in vLLM's metrics",
     "tui/feed.py": "ts of an observation",
     "tui/recording.py": "ts of records",
     "tui/words.py": "times as people read them",
