@@ -92,7 +92,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
     """Always before the first token of a request (a replayed one too). ``cached_tokens``: prompt+replayed tokens found in kept KV.
 
-    ``prompt_ids``: empty for a replay, whose ids the gateway has. With 30,000 blocks in use they would take it longer to read than all else.
+    ``prompt_ids``: empty for a replay, whose ids the gateway has. With 64 GB of KV in use reading them would take it 14 ms.
     """
 
     rid: str
