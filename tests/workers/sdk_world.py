@@ -156,7 +156,7 @@ class Stream:
 
     def take(self, event: link.FromEngine) -> None:
         if isinstance(event, Accepted):
-            self.prompt_ids = event.prompt_ids
+            self.prompt_ids = self.prompt_ids or event.prompt_ids  # a replay's acceptance does not repeat them
             self.cached.append(event.cached_tokens)
         elif isinstance(event, Token):
             self.ids += event.ids
