@@ -77,13 +77,15 @@ def test_a_peer_that_breaks_the_protocol_loses_its_connection_and_no_other(keepe
 
 
 def test_fds_that_nobody_asked_for_are_closed_with_the_connection(keeper: KeeperProcess, engine: Engine) -> None:
+    other = engine("chat.1")
+    assert other.list() == ()
+    before = open_fds(keeper.pid)
     with socket.socket(socket.AF_UNIX) as bad, open("/dev/null") as null:
         bad.connect(str(keeper.path))
-        before = open_fds(keeper.pid)
         socket.send_fds(bad, [pack(p.encode(p.Hello(client="chat.9", pid=1)))], [null.fileno()] * 20)
         bad.settimeout(10)
         assert bad.recv(100) == b""
-    assert engine("chat.1").list() == ()
+    assert other.list() == ()
     until(lambda: open_fds(keeper.pid) <= before)
 
 

@@ -165,7 +165,8 @@ async def test_lanes_lost_are_a_warning_in_the_status(world: World) -> None:
 async def test_an_nvml_that_hangs_is_killed_and_replaced_and_the_readings_are_said_to_be_old(world: World) -> None:
     """P30."""
     world.sensor.start()
-    first = await world.next()
+    await world.sensor.started(WAIT_S)
+    first = await world.next()  # one of after the start, from which silence counts
     world.nvml(then="hang")
     heard_s = world.sensor.heard_s
     later_s = heard_s + node_sensor.SILENT_S
