@@ -16,12 +16,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import yaml
 
 from shadowsup.supervisor import node_setup
@@ -36,7 +37,11 @@ from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.paths import NodePaths
 from shadowsup.supervisor.recipe import Recipe, interpreter, worker_environment
 from shadowsup.supervisor.scribe_client import ScribeClient
+from shadowsup.supervisor.shm import ShmFile, shm_of, unlink_shm
 from shadowsup.workers.vllm import arguments
+
+LEAVE_S = 5.0
+"""How long killed processes may take to let go of their files in /dev/shm."""
 
 AGAIN_S = 0.02
 """Between two tries of a client whose server does not answer."""
@@ -54,6 +59,8 @@ class PlainServer:
     process: subprocess.Popen[bytes] | None = None
     _task: asyncio.Task[None] | None = None
     _stopping: bool = False
+    _shm: set[ShmFile] = field(default_factory=set)
+    """Of processes that were killed: nobody else removes them."""
 
     @property
     def base(self) -> str:
@@ -104,8 +111,15 @@ class PlainServer:
     async def kill(self) -> None:
         """SIGKILL to all of it, as a service manager does; return when the process is gone."""
         assert self.process is not None
+        await asyncio.to_thread(self._note_shm)
         self._signal(signal.SIGKILL)
         await asyncio.to_thread(self.process.wait)
+
+    def _note_shm(self) -> None:
+        assert self.process is not None
+        with contextlib.suppress(psutil.Error):
+            leader = psutil.Process(self.process.pid)
+            self._shm |= shm_of([leader.pid, *(child.pid for child in leader.children(recursive=True))])
 
     def _signal(self, number: int) -> None:
         assert self.process is not None
@@ -115,12 +129,18 @@ class PlainServer:
     async def stop(self) -> None:
         self._stopping = True
         if self.process is not None and self.process.poll() is None:
+            await asyncio.to_thread(self._note_shm)
             self._signal(signal.SIGTERM)
         if self._task is not None:
             with contextlib.suppress(SupervisorError):
                 await self._task
         if self.process is not None:
             self._signal(signal.SIGKILL)  # what it has left behind in its group
+        deadline = time.monotonic() + LEAVE_S
+        while self._shm and time.monotonic() < deadline:  # files of a process that is still ending stay
+            removed = set(await asyncio.to_thread(unlink_shm, self._shm))
+            self._shm = {file for file in self._shm if file.path not in removed and file.path.exists()}
+            await asyncio.sleep(AGAIN_S)
 
     def tail(self, lines: int = 20) -> str:
         return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
