@@ -50,10 +50,13 @@ def test_only_the_request_that_ends_engines_is_failed_and_it_is_named(folder: Pa
         error = json.loads(bad.error[bad.error.index("{") :])["error"]
         assert error["code"] == "request_ends_engines"
         assert f"({fault}) while it ran alone" in error["message"]
+        assert error["message"].count(f"({fault})") == 3
         node.healthy()
         node.until(lambda _: all(recovery["fault"] != "unknown" for recovery in node.recoveries()))
         recoveries = node.recoveries()
-        assert [recovery["fault"] for recovery in recoveries] == [fault] * 3
+        # An engine that died before its promotion was heard of is one more rung of the failover before it, not a failover of its own.
+        assert len(recoveries) in {2, 3}
+        assert {recovery["fault"] for recovery in recoveries} == {fault}
         assert {recovery["decision"] for recovery in recoveries} == {"restart with KV"}
         if action == "oom":
             assert recoveries[0]["evidence"]["batch"] >= 1 and recoveries[0]["evidence"]["memory"]["kv"] > 0
