@@ -33,9 +33,9 @@ venv: $(VENV)/.test
 
 $(VENV)/.base:
 	@$(PYTHON) -c 'import sys; sys.exit("shadowsup needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-	  echo "using the torch that $(PYTHON) has"; $(PYTHON) -m venv --system-site-packages $(VENV); \
-	else \
+	@# Asked of the new environment: a PYTHON that is in an environment itself lends its own packages to nobody.
+	@$(PYTHON) -m venv --system-site-packages $(VENV)
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then echo "using the torch that is installed"; else \
 	  $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q torch==$(TORCH); \
 	fi
 	@touch $@
