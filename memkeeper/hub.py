@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,13 +76,18 @@ class Hub:
         self._count = 0
         self._accept_again: float | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Whoever wakes us may come when we have just closed it. Taken again by a signal handler of the thread that has it.
+        self._wake_lock = threading.RLock()
+        self._ended = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """End a `select`, also one that has not begun. May be called from any thread and from a signal handler."""
-        os.eventfd_write(self._wake, 1)
+        """End a `select`, also one that has not begun. May be called from any thread and from a signal handler, and after the end."""
+        with self._wake_lock:
+            if not self._ended:
+                os.eventfd_write(self._wake, 1)
 
     def select(self, until: float | None) -> None:
         """Wait for one round of events, until ``until`` on the clock (None: as long as it takes), and serve them."""
@@ -122,7 +128,9 @@ class Hub:
             connection.channel.close()
         self.connections.clear()
         self._selector.close()
-        os.close(self._wake)
+        with self._wake_lock:
+            self._ended = True
+            os.close(self._wake)
 
     def _accept(self) -> None:
         try:

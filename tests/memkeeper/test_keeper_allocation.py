@@ -126,3 +126,11 @@ def test_a_client_survives_a_keeper_that_talks_nonsense(tmp_path: Path, keeper: 
     set_id = publish(client, b"x")
     assert leases(client) == {set_id: ("chat.1",)}
     client.close()
+
+
+def test_a_keeper_may_be_told_to_end_while_it_ends_and_after(quick_keeper: Callable[..., Keeper]) -> None:
+    keeper = quick_keeper()
+    before = threading.active_count()
+    while threading.active_count() == before:  # its thread has not ended yet
+        keeper.stop()
+    keeper.stop()
