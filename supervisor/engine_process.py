@@ -87,14 +87,17 @@ class Launch:
     """Goes into the list of processes, for a supervisor that adopts the engine."""
 
 
-def placed(launch: Launch, gpus: tuple[str, ...] | None, *, verify: bool) -> Launch:
-    """Return ``launch`` for other devices than the config's (None: for the same), where ``verify`` has it check every byte of weights."""
+def placed(launch: Launch, gpus: tuple[str, ...] | None, *, verify: bool, hurry: bool = False) -> Launch:
+    """Return ``launch`` for other devices than the config's (None: for the same). ``verify``: every byte of weights is checked. ``hurry``:
+    clients wait for it."""
     spec, env = launch.spec, dict(launch.env)
     if gpus is not None:
         env |= environment(gpus)
         spec = msgspec.structs.replace(spec, gpus=gpus) if spec is not None else None
     if verify and spec is not None:
         spec = msgspec.structs.replace(spec, verify="full")
+    if hurry and spec is not None:
+        spec = msgspec.structs.replace(spec, hurry=True)
     data = launch.data if gpus is None else {**launch.data, "gpus": ",".join(gpus)}
     return replace(launch, env=env, spec=spec, data=data)
 

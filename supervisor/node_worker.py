@@ -319,8 +319,7 @@ class WorkerOwner:
         line = self.lines.get(action.revision, self.line)
         try:
             launch = line.recipe.launch(action.engine, action.seq, beside=action.beside)
-            if action.gpus is not None or action.verify:
-                launch = placed(launch, action.gpus, verify=action.verify)
+            launch = placed(launch, action.gpus, verify=action.verify, hurry=action.hurry)
         except SupervisorError as error:
             self.put(m.SpawnFailed(action.engine, action.how, error.message, error.hint))
             return

@@ -90,6 +90,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvSpec
     verify: str = "none"
     """Checksum of weights at attach: ``none | sample | full``."""
+    hurry: bool = False
+    """Clients wait for this engine: what only makes it a little faster later may be left out of its start."""
     heartbeat_s: float = 0.2
     runtime_dir: str
     keeper_socket: str

@@ -334,6 +334,8 @@ class Spawn:
     """Where, if not where its settings say."""
     verify: bool = False
     """Every byte of kept weights is to be checked: the device has had errors."""
+    hurry: bool = False
+    """Clients have lost their engine and wait for this one: see `EngineSpec.hurry`."""
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,8 @@ class Upkeep(Rolling, ABC):
         self._memory_used = True
         self._at(now_s + settings.startup_s)
         beside = any(e.revision != settings.revision for e in self.engines.values())
-        self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside, engine.gpus if self.moved else None, self._verify))
+        where, hurry = engine.gpus if self.moved else None, not refill and self.timeline is not None
+        self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside, where, self._verify, hurry))
         self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
 
     def _drain_active(self, now_s: float) -> None:

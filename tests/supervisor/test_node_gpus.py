@@ -105,4 +105,6 @@ async def test_a_worker_knows_its_spares_by_uuid_and_can_be_launched_there(tmp_p
     assert there.data["gpus"] == B
     assert launch.env["CUDA_VISIBLE_DEVICES"] == A, "only this engine's"
     same = placed(launch, None, verify=True)
-    assert same.spec is not None and (same.spec.gpus, same.spec.verify) == ((A,), "full")
+    assert same.spec is not None and (same.spec.gpus, same.spec.verify, same.spec.hurry) == ((A,), "full", False)
+    waited_for = placed(launch, None, verify=False, hurry=True)
+    assert waited_for.spec is not None and (waited_for.spec.verify, waited_for.spec.hurry) == (launch.spec.verify, True)

@@ -262,6 +262,7 @@ def test_without_any_shadow_an_engine_is_started_at_once(nursery: NurseryState, 
     w.die("chat.1")
     assert w.spawns[-1].how is how
     assert w.spawns[-1].refill is False
+    assert [s.hurry for s in w.spawns] == [False, True], "clients wait for this one only"
     w.park("chat.2")
     assert w.recoveries[-1].kind == kind
 

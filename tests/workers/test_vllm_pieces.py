@@ -11,7 +11,7 @@ import pytest
 
 from shadowsup.wire.engine import EngineState, Phase
 from shadowsup.workers.heartbeat import Vitals
-from shadowsup.workers.vllm import arguments, versions
+from shadowsup.workers.vllm import arguments, graphs, versions
 from shadowsup.workers.vllm.hashing import SIZE, BlockHasher
 from shadowsup.workers.vllm.life import EngineLife
 
@@ -115,3 +115,39 @@ def test_a_parked_engine_that_follows_fresh_blocks_says_so_in_its_beats() -> Non
     life._tock()
     assert [vitals.kv_set for vitals in told] == ["set-2"]
     assert followed == ["the ledger of set-2"]
+
+
+DEFAULT_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+"""What vLLM captures (0.26, 0.32)."""
+
+
+def padded(batch: int, sizes: list[int]) -> int:
+    return next(size for size in sizes if size >= batch)
+
+
+def test_an_engine_in_a_hurry_captures_fewer_graphs_and_pads_a_batch_by_half_at_most() -> None:
+    kept = graphs.thinned(DEFAULT_SIZES)
+    assert len(kept) <= 15 < 51 == len(DEFAULT_SIZES)
+    assert set(kept) <= set(DEFAULT_SIZES)
+    assert (kept[0], kept[-1]) == (1, 512)
+    for batch in range(1, 513):
+        assert padded(batch, kept) <= max(padded(batch, DEFAULT_SIZES), graphs.PADDED * batch)
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [7], [1, 2], [3, 500], [8, 16, 24]])
+def test_few_graphs_are_captured_as_they_are(sizes: list[int]) -> None:
+    assert graphs.thinned(sizes) == sizes
+
+
+def test_sizes_that_are_compiled_for_are_captured() -> None:
+    kept = graphs.thinned(DEFAULT_SIZES, keep=[40, 240])
+    assert {40, 240} <= set(kept)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 3, 4, 5], compile_sizes=["4"]))
+    graphs.hurry(config)
+    assert config.compilation_config.cudagraph_capture_sizes == [1, 3, 4, 5]
+
+
+def test_nothing_is_changed_where_no_graph_is_captured() -> None:
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=None, compile_sizes=None))
+    graphs.hurry(config)
+    assert config.compilation_config.cudagraph_capture_sizes is None

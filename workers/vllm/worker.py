@@ -10,7 +10,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.vllm import current, kv_memory, loader, refuse, sampling
+from shadowsup.workers.vllm import current, graphs, kv_memory, loader, refuse, sampling
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -62,6 +62,8 @@ class KeptWorker(Worker):
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         refuse.kv_cache(kv_cache_config)
+        if self._kept.spec.hurry:
+            graphs.hurry(self.vllm_config)
         memory = kv_memory.KvMemory(self._kept, self.vllm_config, kv_cache_config, self.device)
         with memory:
             super().initialize_from_config(kv_cache_config)
