@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("cuda.bindings")
-
 if TYPE_CHECKING:
     from gpu_rig import Child
 
