@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import array
+import ctypes
+import gc
 import importlib
 import os
+import re
 import selectors
 import signal
 import socket
@@ -21,7 +24,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -29,7 +31,7 @@ from shadowsup.wire import credentials, framing
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec
 from shadowsup.wire.nursery import Child, Clone, Exited, Fork, Forked, ForkRefused, Quit, Ready
-from shadowsup.workers import fork_child, nursery_imports, nursery_spare, registry
+from shadowsup.workers import fork_child, nursery_spare, registry
 
 _CHUNK = 256 * 1024
 _FD_SPACE = socket.CMSG_SPACE(64 * array.array("i").itemsize)
@@ -37,6 +39,17 @@ _UNTOLD = 1024
 """Ends of engines that are remembered while no supervisor is connected."""
 
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+
+_NVML_THREAD = re.compile(r"cuda[0-9a-f]{8,}")
+"""NVML, too, leaves a thread of the driver's behind, even when it was shut down (driver 580); vLLM asks it which GPU there is when it is
+imported. A child without that thread initialises NVML and CUDA anew: so vLLM's own EngineCore does, forked from its API server."""
+
+_CUDA_NOT_INITIALISED = 3
+"""CUDA_ERROR_NOT_INITIALIZED."""
+
+_HARMLESS = ("jemalloc_bg_thd",)
+"""Names of threads that hold nothing over a fork: jemalloc (pyarrow's, which scikit-learn and so transformers import where they are
+installed) takes its locks before a fork, and a child does without the thread."""
 
 
 class _Closed(Exception):
@@ -122,8 +135,6 @@ class Nursery:
         self._untold: deque[Exited] = deque(maxlen=_UNTOLD)
         self._connection: _Connection | None = None
         self._quit = False
-        self._later = nursery_imports.Later(registry.tried_modules(preload))
-        self._trial: _Running | None = None
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         Path(path).unlink(missing_ok=True)  # the path belongs to one nursery at a time: the supervisor has made sure of that
@@ -144,20 +155,13 @@ class Nursery:
         wakeup = signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         try:
             while not self._quit:
-                self._try_more()
-                ready = self._selector.select(0 if self._later.due else None)
-                for key, _ in ready:
+                for key, _ in self._selector.select():
                     callback: Callable[[], None] = key.data
                     callback()
-                if self._later.due and not ready:
-                    self._later.import_one()  # one at a time: a fork waits no longer than for that
         finally:
             signal.set_wakeup_fd(wakeup)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if self._trial is not None:
-                signal.pidfd_send_signal(self._trial.pidfd, signal.SIGKILL)
-                os.waitpid(self._trial.child.pid, 0)
             self._close()
             Path(self._path).unlink(missing_ok=True)
 
@@ -182,7 +186,7 @@ class Nursery:
                 pid=os.getpid(),
                 preload=self._preload,
                 import_s=self._import_s,
-                threads=nursery_imports.threads(),
+                threads=_threads(),
                 max_threads=self._max_threads,
                 children=children,
             )
@@ -229,9 +233,9 @@ class Nursery:
     def _fork(self, request: Fork | Clone, given: fork_child.Inheritance) -> None:
         engine = request.spec.engine if isinstance(request, Fork) else ""
         try:
-            threads = nursery_imports.threads()
+            threads = _threads()
             if threads > self._max_threads:
-                names = ", ".join(nursery_imports.thread_names())
+                names = ", ".join(_thread_names())
                 words = f"the nursery has {threads} threads ({names}) and may have {self._max_threads}: a child could inherit a held lock"
                 self._send(ForkRefused(number=request.number, engine=engine, message=words, hint="start this engine by a cold spawn"))
                 return
@@ -255,13 +259,6 @@ class Nursery:
 
     def _fork_child(self, request: Fork | Clone, given: fork_child.Inheritance) -> tuple[int, int]:
         """Fork; returns pid and pidfd in the parent, never in the child. Raises OSError: there is no child."""
-        if isinstance(request, Clone):
-            return self._forked(lambda: nursery_spare.stand_by(given, self._succeed))
-        spec, env = request.spec, request.env
-        return self._forked(lambda: fork_child.become(spec, env, given, self._start))
-
-    def _forked(self, be: Callable[[], NoReturn]) -> tuple[int, int]:
-        """The same for a child that is to ``be`` something."""
         sys.stdout.flush()
         sys.stderr.flush()
         # A signal for the child must wait until it no longer has our handlers, which would swallow it.
@@ -270,7 +267,9 @@ class Nursery:
             pid = os.fork()
             if pid == 0:
                 self._close()
-                be()
+                if isinstance(request, Clone):
+                    nursery_spare.stand_by(given, self._succeed)
+                fork_child.become(request.spec, request.env, given, self._start)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
@@ -292,31 +291,6 @@ class Nursery:
         exited = Exited(engine=running.child.engine, pid=pid, status=os.waitstatus_to_exitcode(status))
         if not self._send(exited):
             self._untold.append(exited)
-
-    # --- imports ---------------------------------------------------------------------------------------------------------------
-
-    def _try_more(self) -> None:
-        """Begin the trial of what is to be imported next; it is made beside everything else."""
-        group = self._later.untried
-        if not group or self._trial is not None:
-            return
-        try:
-            pid, pidfd = self._forked(lambda: nursery_imports.attempt(group, self._max_threads))
-        except OSError as error:
-            print(f"nursery: {group[0]} cannot be tried: {error.strerror}", file=sys.stderr)
-            self._later.tried(harmless=False)
-            return
-        self._trial = _Running(Child(engine="", pid=pid, start_time=_start_time(pid)), pidfd)
-        self._selector.register(pidfd, selectors.EVENT_READ, self._tried)
-
-    def _tried(self) -> None:
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            self._selector.unregister(trial.pidfd)
-            os.close(trial.pidfd)
-            self._later.tried(harmless=os.waitpid(trial.child.pid, 0)[1] == 0)
-
-    # --- a successor -----------------------------------------------------------------------------------------------------------
 
     def _succeed(self, ready_fd: int) -> None:
         """In a spare, which shares nothing with the nursery it was but what was imported: be the next one."""
@@ -351,9 +325,48 @@ class Nursery:
         for running in self._running.values():
             os.close(running.pidfd)
         self._running.clear()
-        if self._trial is not None:
-            os.close(self._trial.pidfd)
-            self._trial = None
+
+
+def preload(name: str) -> float:
+    """Import what ``name`` stands for and return how long it took, in seconds.
+
+    Raises:
+        ImportError: a module that was asked for by its own name is not there. What a kind stands for differs between the versions of
+            its libraries: one that is missing is said and skipped, for engines import for themselves what they need.
+    """
+    started = time.perf_counter()
+    for module in registry.preload_modules(name):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            if name not in registry.PRELOADS:
+                raise
+            print(f"nursery: {module} is not preloaded: {error}", file=sys.stderr)
+    # Children share these pages until somebody writes to them; the collector would, in every child.
+    gc.collect()
+    gc.freeze()
+    return time.perf_counter() - started
+
+
+def _threads() -> int:
+    """Return the threads of this process, Python's or not, that a child could miss."""
+    missed = [name for name in _thread_names() if name not in _HARMLESS]
+    if any(map(_NVML_THREAD.fullmatch, missed)) and not _cuda_is_initialised():
+        missed = [name for name in missed if not _NVML_THREAD.fullmatch(name)]
+    return len(missed)
+
+
+def _cuda_is_initialised() -> bool:
+    """Return whether this process has called cuInit: no child of it could use a device. Asking initialises nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p())) != _CUDA_NOT_INITIALISED)
+
+
+def _thread_names() -> list[str]:
+    return sorted(entry.joinpath("comm").read_text().strip() for entry in Path("/proc/self/task").iterdir())
 
 
 def _start_time(pid: int) -> int:
@@ -374,7 +387,7 @@ def main(arguments: list[str] | None = None) -> int:
     from shadowsup.workers.main import start
 
     try:
-        import_s = nursery_imports.preload(options.preload)
+        import_s = preload(options.preload)
     except ImportError as error:
         print(f"nursery: cannot preload {options.preload}: {error}", file=sys.stderr)
         return 2

@@ -42,7 +42,7 @@ PRELOADS: dict[str, tuple[str, ...]] = {
 }
 """Kind → what a nursery imports before it forks: what the adapter imports, and what that would import while it loads a model.
 
-Any other name is a comma-separated list of modules; behind semicolons there may be groups as in `TRIED`.
+Any other name is a comma-separated list of modules.
 """
 
 GPU_PRELOADS = {
@@ -57,41 +57,6 @@ GPU_PRELOADS = {
     ),
 }
 """The same where there is Triton, which is on machines with a GPU. None of it touches the driver when it is imported."""
-
-
-TRIED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "vllm": (
-        (
-            "torch._dynamo.aot_compile",
-            "torch._inductor.compile_fx",
-            "torch._inductor.standalone_compile",
-            "torch._inductor.async_compile",
-            "torch._inductor.runtime.triton_heuristics",
-            "torch._functorch._aot_autograd.autograd_cache",
-            "triton.compiler",
-            "triton.backends.nvidia.driver",
-            "vllm.compilation.backends",
-            "vllm.compilation.caching",
-            "vllm.compilation.cuda_graph",
-            "vllm.compilation.decorators",
-            "vllm.compilation.piecewise_backend",
-        ),
-        (
-            "vllm.v1.worker.gpu_worker",
-            "vllm.v1.worker.gpu.model_runner",
-            "vllm.v1.worker.gpu_model_runner",
-            "vllm.distributed.device_communicators.cuda_communicator",
-            "shadowsup.workers.vllm.worker",
-        ),
-        (
-            "vllm.model_executor.models.llama",
-            "vllm.model_executor.models.qwen3",
-            "vllm.v1.attention.backends.flash_attn",
-        ),
-    ),
-}
-"""What a GPU's worker imports for itself, in groups. Whether that leaves a process that can be forked depends on the version, the platform
-and what is installed beside it, so a nursery tries each group in a child before it imports it."""
 
 
 def factory(kind: str) -> AdapterFactory:
@@ -113,20 +78,9 @@ def factory(kind: str) -> AdapterFactory:
     return made
 
 
-def tried_modules(preload: str) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of modules that are imported too, if a trial shows that forks stay possible."""
-    if preload in PRELOADS:
-        return TRIED.get(preload, ()) if importlib.util.find_spec("triton") is not None else ()
-    return tuple(_names(group) for group in preload.split(";")[1:])
-
-
 def preload_modules(preload: str) -> tuple[str, ...]:
-    """Return the modules that ``preload`` (a key of `PRELOADS` or a list) stands for."""
+    """Return the modules that ``preload`` (a key of `PRELOADS` or a comma-separated list) stands for."""
     if preload in PRELOADS:
         more = GPU_PRELOADS.get(preload, ()) if importlib.util.find_spec("triton") is not None else ()
         return (*PRELOADS[preload], *more)
-    return _names(preload.partition(";")[0])
-
-
-def _names(listed: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in listed.split(",") if name.strip())
+    return tuple(name.strip() for name in preload.split(",") if name.strip())

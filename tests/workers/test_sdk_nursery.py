@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import pytest
 from sdk_world import PATIENCE_S, Gateway, World, environment, run_streams, submit
 
@@ -315,50 +314,6 @@ def test_a_missing_module_is_said_before_anything_is_served(world: World) -> Non
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2
     assert "no_such_module" in done.stderr and "Traceback" not in done.stderr
-
-
-SHOWS = """
-import sys
-def create():
-    print("shows", *sorted(name for name in sys.modules if name.startswith("sdk_")), flush=True)
-    raise SystemExit(0)
-"""
-
-
-@pytest.mark.parametrize(
-    "harmful",
-    [
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
-        "import os\nos.abort()",
-        "raise SystemExit('not here')",
-    ],
-)
-def test_what_would_end_the_forks_is_tried_in_a_child_and_left_out(world: World, nurseries: Nurseries, harmful: str) -> None:
-    for name, text in {"shows": SHOWS, "harmful": harmful, "beside": "", "broken": "import no_such_module", "fine": "", "last": ""}.items():
-        (world.path / f"sdk_{name}.py").write_text(text)
-    path = f"{world.path}:{environment()['PYTHONPATH']}"
-    client = nurseries.start(preload="sdk_shows;sdk_beside,sdk_harmful;sdk_broken,sdk_fine;sdk_last", env={"PYTHONPATH": path})
-    seen: list[str] = []
-    for seq in range(1, 200):
-        output = nurseries.fork(client, seq, {"PYTHONPATH": path}, kind="sdk_shows:create").read().splitlines()
-        seen = next(line for line in output if line.startswith("shows ")).split()[1:]
-        client.expect(Exited)
-        if "sdk_last" in seen:
-            break
-    assert seen == ["sdk_fine", "sdk_last", "sdk_shows"]
-
-
-def test_a_trial_ends_with_its_nursery(world: World, nurseries: Nurseries) -> None:
-    fifo = world.path / "fifo"
-    os.mkfifo(fifo)
-    (world.path / "sdk_waits.py").write_text(f"import time\nopen({str(fifo)!r}, 'w').write('here')\nwhile True:\n    time.sleep(1)\n")
-    nurseries.start(preload="json;sdk_waits", env={"PYTHONPATH": f"{world.path}:{environment()['PYTHONPATH']}"})
-    (nursery,) = nurseries.processes
-    with fifo.open() as waits:
-        waits.read(4)
-    (trial,) = psutil.Process(nursery.pid).children()
-    nursery.kill()
-    assert trial.wait(PATIENCE_S) is None and not trial.is_running()
 
 
 MATMUL = """
