@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import selectors
@@ -16,7 +15,7 @@ import msgspec
 
 from shadowsup.memkeeper import protocol as p
 from shadowsup.memkeeper.channel import Channel, ChannelClosed, OwnedFd
-from shadowsup.wire import credentials
+from shadowsup.wire import accepting, credentials
 
 log = logging.getLogger("shadowsup.memkeeper")
 
@@ -24,8 +23,6 @@ _MAX_REQUEST = 16 * 1024 * 1024
 """Bytes. Manifests and fingerprints have some KB."""
 _MAX_QUEUED = 256
 """Requests of one connection that may wait; an engine has one. The vault acknowledges as many deposits as it gets."""
-_FULL_S = 0.1
-"""How long no connection is accepted after there was no fd left for one; the selector would report it again at once."""
 
 
 class ProtocolError(Exception):
@@ -136,10 +133,10 @@ class Hub:
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                log.warning("cannot accept connections for %g s: %s", _FULL_S, error)
+            if error.errno in accepting.NO_ROOM:
+                log.warning("cannot accept connections for %g s: %s", accepting.REST_S, error)
                 self._selector.unregister(self._listener)
-                self._accept_again = self._clock() + _FULL_S
+                self._accept_again = self._clock() + accepting.REST_S
             return  # otherwise the client is gone again
         who = credentials.peer(sock)
         if not who.ours:

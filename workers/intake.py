@@ -118,14 +118,17 @@ class Intake:
 
     def _submit(self, submit: Submit, state: EngineState, epoch: int) -> Rejected | None:
         rid = submit.rid
+        named = submit.replay.staged if submit.replay is not None else ""
         if state is not EngineState.ACTIVE or submit.epoch != epoch:
+            self._unstage((named,))  # whoever sent it counts it as used
             words = f"engine is {state.value} in epoch {epoch}, the request is for epoch {submit.epoch}"
             return Rejected(rid=rid, epoch=submit.epoch, status=503, message=words, retryable=True)
         if rid in self._live or rid in self._again or rid in self._finished:
+            self._unstage((named,))
             self._log(f"duplicate request {rid} ignored")
             return None
-        if submit.replay is not None and submit.replay.staged:
-            prompt = self._staged.pop(submit.replay.staged, None)
+        if submit.replay is not None and named:
+            prompt = self._staged.pop(named, None)
             if prompt is None:
                 return Rejected(rid=rid, epoch=submit.epoch, status=503, message="its prompt is not staged here", retryable=True)
             replay = msgspec.structs.replace(submit.replay, prompt_ids=prompt)

@@ -61,14 +61,21 @@ class KvWatch:
     def _run(self) -> None:
         while not self._stopping.wait(self._ask_s):
             try:
-                with self._lock:
-                    left, self._left = self._left, None
-                if left is not None:
-                    self._kv.drop(left)
+                self._drop_left()
                 if self._found is None:
                     self._hand_over(self._kv.replaced())
             except KeeperError as error:  # it will be back; until then what is held is the newest that is known
                 log.info("cannot ask for newer KV: %s", error)
+        try:
+            self._drop_left()  # one that was promoted just after it went over: what it left would be held for as long as it serves
+        except KeeperError as error:
+            log.info("cannot give back older KV: %s", error)
+
+    def _drop_left(self) -> None:
+        with self._lock:
+            left, self._left = self._left, None
+        if left is not None:
+            self._kv.drop(left)
 
     def _hand_over(self, found: HandleSet | None) -> None:
         if found is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from shadowsup.wire import credentials, framing
+from shadowsup.wire import accepting, credentials, framing
 from shadowsup.wire import link as wire
 from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import WorkerError
@@ -84,6 +84,8 @@ class LinkServer:
         self._bell = Doorbell()
         self._selector = selectors.DefaultSelector()
         self._closing = False
+        self._full = False
+        """No descriptor was left for a connection: the selector would report it again at once, so the listener rests."""
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
     def start(self) -> None:
@@ -161,7 +163,11 @@ class LinkServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._bell.fd, selectors.EVENT_READ)
         while not self._closing:
-            for key, mask in self._selector.select():
+            ready = self._selector.select(accepting.REST_S if self._full else None)
+            if self._full and not ready:
+                self._full = False
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            for key, mask in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.data, _Peer):
@@ -176,8 +182,12 @@ class LinkServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again, or no descriptor left: the gateway dials again
-            return
+        except OSError as error:
+            if error.errno in accepting.NO_ROOM:
+                self._log(f"cannot accept connections: {error}")
+                self._full = True
+                self._selector.unregister(self._listener)
+            return  # otherwise it is gone again, and dials again
         who = credentials.peer(connection)
         if not who.ours:
             self._log(f"refused a connection of uid {who.uid} (pid {who.pid})")

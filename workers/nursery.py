@@ -27,7 +27,7 @@ from pathlib import Path
 
 import msgspec
 
-from shadowsup.wire import credentials, framing
+from shadowsup.wire import accepting, credentials, framing
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec
 from shadowsup.wire.nursery import Child, Clone, Exited, Fork, Forked, ForkRefused, Quit, Ready
@@ -135,6 +135,8 @@ class Nursery:
         self._untold: deque[Exited] = deque(maxlen=_UNTOLD)
         self._connection: _Connection | None = None
         self._quit = False
+        self._full = False
+        """No descriptor was left for a connection: the selector would report it again at once, so the listener rests."""
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         Path(path).unlink(missing_ok=True)  # the path belongs to one nursery at a time: the supervisor has made sure of that
@@ -155,7 +157,11 @@ class Nursery:
         wakeup = signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
         try:
             while not self._quit:
-                for key, _ in self._selector.select():
+                ready = self._selector.select(accepting.REST_S if self._full else None)
+                if self._full and not ready:
+                    self._full = False
+                    self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+                for key, _ in ready:
                     callback: Callable[[], None] = key.data
                     callback()
         finally:
@@ -170,8 +176,12 @@ class Nursery:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # gone again, or no descriptor left: it dials again
-            return
+        except OSError as error:
+            if error.errno in accepting.NO_ROOM:
+                print(f"nursery: cannot accept connections: {error}", file=sys.stderr)
+                self._full = True
+                self._selector.unregister(self._listener)
+            return  # otherwise it is gone again, and dials again
         who = credentials.peer(sock)
         if not who.ours:
             print(f"nursery: refused a connection of uid {who.uid} (pid {who.pid})", file=sys.stderr)

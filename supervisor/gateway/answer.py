@@ -174,10 +174,12 @@ class Answer:
     def _learn_prompt(self, ids: list[int] | None) -> None:
         if ids is None:
             return
-        if self._prompt_ids is None:
-            self._prompt_ids = array("I", ids)
-        elif self._delivered.ids and array("I", ids) != self._prompt_ids:
+        told = array("I", ids)
+        if told == self._prompt_ids:
+            return
+        if self._delivered.ids:
             raise Misstep("its prompt is another one")
+        self._prompt_ids = told  # an earlier engine may have rendered another one, of which the client has nothing
 
     def _opening(self, said: Event, event: bytes) -> bytes:
         if self._opened:

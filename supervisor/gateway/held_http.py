@@ -346,12 +346,11 @@ class _Run:
 
     async def _suspect(self, target: Target, why: str, error: ApiError) -> None:
         """Wait for the routing table to say that this was the engine's death; if it does not, it was the request's own."""
-        change = self._worker.change()
         until_s = self._patience.failed(why, self._loop.time())
         if until_s is None:
             raise error
-        if self._worker.target == target:
-            await self._until(change.wait(), until_s, "waiting for the engine")
+        while self._worker.target == target and self._worker.ended is None and self._loop.time() < until_s:
+            await self._until(self._worker.change().wait(), until_s, "waiting for the engine")  # which may be of another worker
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """End a stream that has begun with an error event."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -141,6 +142,8 @@ class Ahead:
     line: Line
     answer: aiohttp.ClientResponse
     retelling: Retelling
+    prompt: array[int]
+    """The ids that it was sent."""
     events: EventSplitter = field(default_factory=EventSplitter)
     told_tokens: int = 0
     told_pieces: int = 0
@@ -191,7 +194,8 @@ class Staging:
 
     def waits(self, target: Target) -> bool:
         """Say whether anything waits at ``target``."""
-        return target.upstream in self._ready
+        ahead = self._ready.get(target.upstream)
+        return ahead is not None and ahead.prompt is self._follows.prompt_ids
 
     async def go(self, target: Target, rid: str) -> Ahead:
         """Let what waits at ``target`` go on, as the request ``rid``. From here on its answer is the caller's to read, until `drop`."""
@@ -249,7 +253,7 @@ class Staging:
                     raise Misstep(f"it answers with status {answer.status}")
                 await line.dial()
                 line.users[key] = answer.close
-                ahead = Ahead(key, line, answer, Retelling(prompt))
+                ahead = Ahead(key, line, answer, Retelling(prompt), prompt)
                 while self._asked.chat and not ahead.retelling.begun:  # other streams begin with their first token
                     await self._read_some(ahead)
             self._ready[upstream] = ahead

@@ -213,13 +213,13 @@ class Worker:
     def deadline_s(self) -> float | None:
         """When `expire` has something to do; None while nothing is waited for."""
         times = []
+        kept_back_until_s = self._suspects.sort(self._held.values(), self._now_s).until_s if self.serving is not None else None
         for stream in self._held.values():
             if not self._kept_waiting(stream):
                 times.append(stream.gives_up_at_s(self.route.give_up_after_s))
-            if self.serving is not None:
-                times.append(stream.retry_at_s)
-        if self.serving is not None and self._held:
-            times.append(self._suspects.sort(self._held.values(), self._now_s).until_s)
+            if self.serving is not None and self._suspects.trial is None and kept_back_until_s is None:
+                times.append(stream.retry_at_s)  # else nobody is asked again before that is over, which is an event of its own
+        times.append(kept_back_until_s)
         return min((time for time in times if time is not None), default=None)
 
     def expire(self, now: float) -> None:
@@ -293,7 +293,7 @@ class Worker:
 
     def _kept_waiting(self, stream: Stream) -> bool:
         """Say whether a stream waits by our own doing, though an engine serves: that is no reason to give up."""
-        return self.serving is not None and stream.retry_at_s is None
+        return self.serving is not None and (stream.retry_at_s is None or self._suspects.trial is not None)
 
     def _submit(self, engine: str, streams: list[Stream], now: float) -> None:
         """Send ``streams`` to ``engine``, all in one frame."""

@@ -14,7 +14,7 @@ from shadowsup.supervisor.gateway.stream import Stream
 from shadowsup.supervisor.gateway.suspects import UNKNOWN_S
 from shadowsup.supervisor.gateway.worker import Worker, validate
 from shadowsup.wire.engine import Death, EngineState, Route, WorkerRoute
-from shadowsup.wire.link import Accepted, Cancel, Hello, Submit, ToEngine, Token
+from shadowsup.wire.link import Accepted, Cancel, Hello, Rejected, Submit, ToEngine, Token
 
 GENERATION: Generation = chat({"model": "m", "messages": [{"role": "user", "content": "x"}]})
 LENGTH = 8
@@ -273,6 +273,28 @@ def test_a_cause_that_is_never_told_holds_nobody_for_long() -> None:
     assert deadline is not None and deadline <= world.now
     world.worker.expire(world.now)
     assert world.running
+
+
+def test_who_was_refused_for_now_is_not_asked_again_before_a_trial_is_over() -> None:
+    world = World(poison={"bad": 2})
+    world.ask("a", "bad")
+    while world.epoch == 1:
+        world.step()
+    wire = next(wire for wire, (rid, _) in world.running.items() if rid == "a")
+    del world.running[wire]
+    refused = Rejected(rid=wire, epoch=world.epoch, status=503, message="not now", retryable=True)
+    world.worker.events(f"e{world.epoch}", [refused], world.now)
+    assert world.worker.deadline_s() == world.streams["a"].retry_at_s
+    while world.worker.counts.isolated == 0:
+        world.step()
+    for _ in range(100):
+        world.now += 1.0
+        world.worker.expire(world.now)
+        deadline = world.worker.deadline_s()
+        assert deadline is None or deadline > world.now, "this would be called again at once, for as long as the trial goes on"
+    assert {rid for rid, _ in world.running.values()} == {"bad"}
+    world.finish()
+    world.check()
 
 
 def test_requests_wait_while_admission_is_paused_and_those_that_run_go_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import socket
 import stat
@@ -14,6 +15,7 @@ from sdk_world import PATIENCE_S, Gateway, submit
 from shadowsup.wire import framing
 from shadowsup.wire.engine import EngineState
 from shadowsup.wire.link import Cancel, FromEngine, Hello, Token
+from shadowsup.workers import link as link_module
 from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.link import Incoming, LinkChanged, LinkServer
 
@@ -150,3 +152,39 @@ def test_a_gateway_that_does_not_read_is_cut_off_without_blocking(link: Link) ->
     fresh, again = link.connect()
     assert link.server.send([token()], again) and fresh.next() == token()
     assert gateway.socket.fileno() >= 0
+
+
+class Full:
+    """A listener of a process without a free descriptor, for a while."""
+
+    def __init__(self, listener: socket.socket, times: int) -> None:
+        self._listener = listener
+        self._times = times
+        self.asked = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.asked += 1
+        if self.asked <= self._times:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def fileno(self) -> int:
+        return self._listener.fileno()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_without_a_free_descriptor_the_listener_rests_and_then_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Full] = []
+    listen = link_module._listen
+    monkeypatch.setattr(link_module, "_listen", lambda path: made.append(Full(listen(path), 2)) or made[0])
+    link = Link(tmp_path / "l.sock")
+    try:
+        link.connect()
+        assert made[0].asked == 3
+        assert [line for line in link.lines if "Too many open files" in line]
+    finally:
+        link.server.close()
+        for gateway in link.gateways:
+            gateway.close()

@@ -20,6 +20,7 @@ from shadowsup.workers import registry
 from shadowsup.workers.doorbell import Doorbell
 from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.intake import Intake
+from shadowsup.workers.kv_watch import KvWatch
 from shadowsup.workers.lifeline import Lifeline
 from shadowsup.workers.link import LinkChanged
 
@@ -159,6 +160,16 @@ def test_a_cancel_reaches_a_request_that_still_waits_for_the_boundary() -> None:
     assert requests.live == 0
 
 
+@pytest.mark.parametrize(("state", "epoch"), [(EngineState.PARKED, 1), (ACTIVE, 2)])
+def test_a_prompt_whose_replay_is_refused_is_not_kept(state: EngineState, epoch: int) -> None:
+    requests, engine = intake()
+    replay = Replay(prompt_ids=(), output_ids=(1,), delivered_chars=1, staged="a")
+    requests.deliver([Stage(rid="a", prompt_ids=(1, 2))])
+    requests.deliver([msgspec.structs.replace(submit("a", "x"), prompt=None, replay=replay)])
+    assert [refused.retryable for refused in requests.take(state, epoch)] == [True]
+    assert engine.calls == [("foresee", "a"), ("forget", "a")]
+
+
 def test_a_change_of_gateway_cancels_everything_and_forgets_what_is_finished() -> None:
     requests, engine = intake()
     requests.deliver([submit("a", "x")])
@@ -279,3 +290,32 @@ def test_what_a_gateway_staged_goes_with_its_connection() -> None:
     (refused,) = requests.take(EngineState.ACTIVE, 1)
     assert refused.retryable
     assert engine.calls == [("foresee", "a"), ("forget", "a")]
+
+
+class FollowedKv:
+    """The KV of a parked engine, of which there is a newer set."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
+    def replaced(self) -> object:
+        return object()
+
+    def follow_to(self, found: object) -> str:
+        return "old"
+
+    def drop(self, set_id: str) -> None:
+        self.dropped.append(set_id)
+
+
+def test_an_engine_that_is_promoted_as_soon_as_it_followed_gives_back_what_it_left() -> None:
+    kv = FollowedKv()
+
+    def promoted() -> None:
+        assert watch.catch_up()
+        watch.stop()
+
+    watch = KvWatch(kv, promoted, ask_s=0.001)  # type: ignore[arg-type]
+    watch.start()
+    watch._thread.join(10)
+    assert kv.dropped == ["old"]
