@@ -57,6 +57,19 @@ def test_an_event_across_the_seam_gives_what_is_beyond_it() -> None:
     assert replay is not None and replay.output_ids.tolist() == [1, 2, 3, 4] and replay.pieces.tolist() == [1, 1, 2]
 
 
+def test_the_prompt_is_that_of_the_engine_that_the_first_token_came_from() -> None:
+    told = answer()
+    told.next_engine()
+    told.take(opening())
+    first = told.prompt_ids
+    told.next_engine()
+    told.take(opening().replace(b"[7]", b"[8, 9]"))
+    assert told.prompt_ids is not first
+    told.take(event([1], content="ab"))
+    replay = told.replay()
+    assert replay is not None and replay.prompt_ids.tolist() == [8, 9]
+
+
 def test_a_replay_may_come_in_pieces() -> None:
     told = begun(return_token_ids=True)
     assert told.take(event([1], content="ab")) == b"" and told.take(event([2], content="cd")) == b""

@@ -392,6 +392,20 @@ async def test_a_server_error_is_the_clients_only_when_the_engine_outlives_it(
     assert (response.status, await response.json()) == (500, error) and not second.fails
 
 
+async def test_an_engine_that_may_be_dying_is_not_asked_again_for_news_of_others(node: Node, engines: list[StubVllm]) -> None:
+    first, second, _ = engines
+    first.fails += [(500, {"error": {"message": "EngineCore encountered an issue", "code": 500}})] * 9
+    task = node.post(CHAT)
+    while len(first.fails) == 9:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for _ in range(3):
+        await node.supervisor.route(row(first, 1))
+        assert (await node.http.get(node.url + "/v1/models")).status == 200  # it has had its turns since
+    await node.supervisor.route(row(second, 2))
+    assert (await task).status == 200
+    assert len(first.fails) == 8
+
+
 async def test_a_client_that_leaves_is_gone_for_the_engine_and_a_held_one_is_not_replayed(node: Node, engines: list[StubVllm]) -> None:
     first, second, _ = engines
     first.gates = asyncio.Queue()
