@@ -55,10 +55,12 @@ class HeldProxy:
         servers: of the engines.
         metrics: told of times.
         keepalive_s: a comment goes to a streaming client that has heard nothing for so long.
+        key: what is said to engines beside what clients said is sealed with it.
     """
 
-    def __init__(self, servers: Servers, metrics: Metrics, keepalive_s: float) -> None:
+    def __init__(self, servers: Servers, metrics: Metrics, keepalive_s: float, key: bytes) -> None:
         self.servers = servers
+        self.key = key
         self.lines = Lines()
         self.metrics = metrics
         self.keepalive_s = keepalive_s

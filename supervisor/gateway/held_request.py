@@ -12,6 +12,7 @@ Such an engine (vLLM) is sent what the client wrote, and beside it
 ``shadowsup_output``  replay only: the ids that were generated and delivered, likewise
 ``shadowsup_pieces``  replay only: how many ids each delivered event had, likewise: parsers are fed the same pieces again
 ``shadowsup_stage``   sent ahead to a parked engine, with the prompt and without output: wait, under this key (`shadowsup.wire.staged`)
+``shadowsup_seal``    over all of them (`shadowsup.wire.seal`): without it the engine believes none of them
 ===================== ===================================================================================================================
 """
 
@@ -26,9 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shadowsup.supervisor.gateway.errors import invalid
+from shadowsup.wire.seal import PREFIX as OURS
+from shadowsup.wire.seal import SEAL, seal
 
 XARGS = "vllm_xargs"
-OURS = "shadowsup_"
 _FIELDS_OF_OURS = (XARGS, "return_token_ids", "include_reasoning")
 
 
@@ -48,13 +50,15 @@ class Asked:
         chat: whether it is a chat.
         body: the parsed JSON.
         raw: the same as it came.
+        key: what the gateway's own words are sealed with; an engine believes only those that have its node's.
 
     Raises:
         ApiError: 400 when it uses a name that is ours.
     """
 
-    def __init__(self, chat: bool, body: dict[str, Any], raw: bytes) -> None:
-        _refuse_our_names(body)
+    def __init__(self, chat: bool, body: dict[str, Any], raw: bytes, key: bytes = b"") -> None:
+        refuse_our_names(body)
+        self._key = key
         self.chat = chat
         self.raw = raw
         self.stream = body.get("stream") is True
@@ -102,7 +106,7 @@ class Asked:
             theirs = {key: value for key, value in self._body.items() if key not in _FIELDS_OF_OURS}
             self._head = _encode(theirs | ours)[:-1] + f', "{XARGS}": '.encode()
             self._body = {}  # a long prompt is kept once
-        return self._head + _encode(self._xargs | xargs) + b"}"
+        return self._head + _encode(self._xargs | xargs | {SEAL: seal(self._key, xargs)}) + b"}"
 
 
 def packed(ids: array[int]) -> str:
@@ -124,7 +128,12 @@ def _encode(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-def _refuse_our_names(body: dict[str, Any]) -> None:
+def refuse_our_names(body: dict[str, Any]) -> None:
+    """Tell a client that it cannot have these names. Where it could say them unseen the engine drops them.
+
+    Raises:
+        ApiError: 400.
+    """
     xargs = body.get(XARGS)
     if isinstance(xargs, dict):
         for key in xargs:

@@ -30,6 +30,7 @@ from shadowsup.supervisor.gateway.retune import RetuneServer
 from shadowsup.supervisor.gateway.server import SILENCE_S, Server
 from shadowsup.wire.engine import DrainGateway, GatewayBeat, Routes
 from shadowsup.wire.gateway import GatewaySpec, Retune
+from shadowsup.wire.seal import key_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class GatewayProcess:
         self._proxy = Proxy(hide_authorization=keys.required)
         generator = Generator(self._gateway, metrics, spec.keepalive_s)
         self._servers = Servers(self._proxy)
-        held = HeldProxy(self._servers, metrics, spec.keepalive_s)
+        held = HeldProxy(self._servers, metrics, spec.keepalive_s, key_of(Path(spec.runtime_dir)))
         self._server = Server(self._gateway, generator, self._proxy, held, keys, metrics, spec.max_body)
         app = self._server.application()
         app.on_shutdown.append(self._finish)

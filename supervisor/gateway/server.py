@@ -16,7 +16,7 @@ from shadowsup.supervisor.gateway.gateway import Gateway, Upstream
 from shadowsup.supervisor.gateway.generate import Generator, Record
 from shadowsup.supervisor.gateway.held import HeldWorker
 from shadowsup.supervisor.gateway.held_http import HeldProxy
-from shadowsup.supervisor.gateway.held_request import Asked
+from shadowsup.supervisor.gateway.held_request import Asked, refuse_our_names
 from shadowsup.supervisor.gateway.metrics import CONTENT_TYPE, Metrics
 from shadowsup.supervisor.gateway.proxy import Proxy
 
@@ -192,7 +192,7 @@ class Server:
             if isinstance(worker, Upstream):
                 return await self._forward(http, worker, body)
             if isinstance(worker, HeldWorker):
-                return await self._held.answer(http, worker, Asked(http.path == CHAT, parsed, body), body, record)
+                return await self._held.answer(http, worker, Asked(http.path == CHAT, parsed, body, self._held.key), body, record)
             generation = params.chat(parsed) if http.path == CHAT else params.completion(parsed)
             return await self._generator.answer(http, worker, generation, record)
 
@@ -206,9 +206,12 @@ class Server:
             body = None
             if http.body_exists and http.content_type == "application/json":
                 body = await _body(http)
-                worker = self._gateway.pick(params.model_of(strict_json.parse(body)))
+                parsed = strict_json.parse(body)
+                worker = self._gateway.pick(params.model_of(parsed))
                 if not isinstance(worker, Upstream | HeldWorker):
                     raise _no_such_path(http)
+                if isinstance(worker, HeldWorker):
+                    refuse_our_names(parsed)
             elif len(upstreams) == 1:
                 worker = upstreams[0]
             else:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from shadowsup.wire import staged
 from shadowsup.wire.framing import Unpacker, pack
+from shadowsup.wire.seal import key_of, ours, sealed
 
 PROMPT = [11, 12, 13]
 REASONING = ["Let", " me", " think"]
@@ -120,6 +121,8 @@ class StubVllm:
             return web.json_response(error, status=status)
         xargs = body.get("vllm_xargs") or {}
         xargs = xargs if isinstance(xargs, dict) else {}
+        if any(map(ours, xargs)) and not sealed(key_of(self.folder), xargs):
+            return web.json_response({"error": {"message": "not sealed", "type": "BadRequestError", "code": 400}}, status=400)
         if "shadowsup_request" in xargs:
             once = (xargs["shadowsup_request"], xargs["shadowsup_epoch"])
             if once in self.seen:

@@ -12,6 +12,7 @@ from shadowsup.supervisor.gateway.answer_events import Misstep
 from shadowsup.supervisor.gateway.errors import ApiError
 from shadowsup.supervisor.gateway.held_request import Asked, obstacle
 from shadowsup.supervisor.gateway.sse import EventSplitter
+from shadowsup.wire.seal import SEAL
 
 
 def answer(**body: Any) -> Answer:
@@ -150,6 +151,7 @@ def test_texts_that_look_like_ours_are_left_alone() -> None:
 def test_the_body_keeps_what_the_client_wrote() -> None:
     body = {"model": "m", "messages": [], "stream": True, "seed": 2**70, "x": [0.1, "ä"], "vllm_xargs": {"mine": 1}}
     sent = json.loads(Asked(True, dict(body), b"").written_for("r", 3, None))
+    assert sent["vllm_xargs"].pop(SEAL)
     assert sent == body | {"return_token_ids": True, "vllm_xargs": {"mine": 1, "shadowsup_request": "r", "shadowsup_epoch": 3}}
     with pytest.raises(ApiError):
         Asked(True, body | {"vllm_xargs": {"shadowsup_epoch": 1}}, b"")

@@ -374,6 +374,13 @@ async def test_the_clients_own_mistakes_come_back_as_the_engine_says_them(node: 
     assert response.status == 400 and (await response.json())["error"]["param"] == "vllm_xargs.shadowsup_output"
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions", "/v1/completions"])
+async def test_no_path_takes_names_of_the_replay_from_a_client(node: Node, engines: list[StubVllm], path: str) -> None:
+    response = await node.post({"model": "m", "input": "x", "vllm_xargs": {"shadowsup_held": 1}}, path)
+    assert response.status == 400 and (await response.json())["error"]["param"] == "vllm_xargs.shadowsup_held"
+    assert not engines[0].headers
+
+
 async def test_a_server_error_is_the_clients_only_when_the_engine_outlives_it(
     node: Node, engines: list[StubVllm], monkeypatch: pytest.MonkeyPatch
 ) -> None:

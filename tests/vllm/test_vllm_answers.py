@@ -6,9 +6,11 @@ import asyncio
 import json
 import re
 import secrets
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,12 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_world import core_of, python
 
 from shadowsup.supervisor.bench.node import Node, engine_of
+from shadowsup.supervisor.gateway import held_request
 from shadowsup.supervisor.gateway.answer import Answer
 from shadowsup.supervisor.gateway.answer_events import Misstep, Retelling
 from shadowsup.supervisor.gateway.held_request import Asked, little_endian
 from shadowsup.supervisor.gateway.sse import EventSplitter
 from shadowsup.wire import staged
 from shadowsup.wire.framing import pack
+from shadowsup.wire.seal import SEAL, key_of, seal
 
 pytestmark = [
     pytest.mark.vllm,
@@ -49,6 +53,10 @@ OBJECT = {
 SCHEMA = {"response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": OBJECT}}}
 TOOLS = [{"type": "function", "function": {"name": "paint", "parameters": OBJECT}}]
 A_CALL = r'<tool_call>\{"name": "paint", "arguments": \{"color": "(red|blue)", "marks": \["[xy]{9}"\]\}\}</tool_call>'
+
+
+def packed(ids: list[int]) -> str:
+    return held_request.packed(array("I", ids))
 
 
 def chat(**more: Any) -> tuple[str, dict[str, Any]]:
@@ -207,15 +215,15 @@ async def engine(node: Node) -> tuple[aiohttp.ClientSession, Engine]:
     return session, Engine(session, str(node.runtime_dir / f"link-{active['id']}.sock"))
 
 
-def asked_for(path: str, body: dict[str, Any]) -> Asked:
+def asked_for(engine: Engine, path: str, body: dict[str, Any]) -> Asked:
     given = {"model": "chat", "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}} | body
-    asked = Asked(path == CHAT, given, b"")
+    asked = Asked(path == CHAT, given, b"", key_of(Path(engine._path).parent))
     assert asked.followed, asked.obstacle
     return asked
 
 
 async def undisturbed(engine: Engine, path: str, body: dict[str, Any]) -> Told:
-    asked, told = asked_for(path, body), Told()
+    asked, told = asked_for(engine, path, body), Told()
     await engine.tell(path, asked, Answer(asked), told)
     return told
 
@@ -230,7 +238,7 @@ async def test_whatever_was_asked_for_goes_on_where_it_stopped(node: Node) -> No
         wrong: dict[str, Any] = {}
 
         async def cut_at(cuts: tuple[int, ...], ahead: bool, path: str, body: dict[str, Any]) -> tuple[Answer, Told]:
-            asked = asked_for(path, body)
+            asked = asked_for(active, path, body)
             answer, told = Answer(asked), Told()
             for cut in (*cuts, None):
                 if answer.finished:  # the last event had several tokens
@@ -261,7 +269,7 @@ async def test_what_waits_is_let_go_once_and_a_client_that_leaves_takes_it_along
     session, active = await engine(node)
     async with session, line_to(active._path) as (reader, writer):
         path, body = chat(temperature=0, ignore_eos=True)
-        asked = asked_for(path, body)
+        asked = asked_for(active, path, body)
         answer = Answer(asked)
         await active.tell(path, asked, answer, Told(), 5)
         replay = answer.replay()
@@ -303,24 +311,80 @@ async def test_output_that_is_replayed_is_no_prompt(node: Node) -> None:
 async def test_a_second_request_of_the_same_epoch_and_a_false_claim_are_refused(node: Node) -> None:
     session, _ = await engine(node)
     ours = {"shadowsup_request": "once", "shadowsup_epoch": 1}
+    bad = {"shadowsup_prompt": "AAAAAA==", "shadowsup_output": packed([2**31 - 1]), "shadowsup_pieces": packed([1])}
     async with session:
         for xargs, known in (
             (ours, None),
             (ours, "has been here"),
             (ours | {"shadowsup_epoch": 2, "shadowsup_output": "AAAA", "shadowsup_prompt": "AAAA"}, "base64"),
             (ours | {"shadowsup_epoch": 3, "shadowsup_output": "AAAAAA==", "shadowsup_prompt": "AAAAAA=="}, "ids"),
+            (ours | {"shadowsup_epoch": 4} | bad, "Internal server error"),
+            (ours | {"shadowsup_epoch": 5}, None),  # that id has ended the one request and no engine
         ):
+            xargs = xargs | {SEAL: seal(key_of(node.runtime_dir), xargs)}
             body = {"model": "chat", "prompt": "x", "max_tokens": 2, "stream": True, "vllm_xargs": xargs}
             async with session.post(f"http://localhost{TEXT}", json=body) as response:
                 said = await response.text()
             assert ('"error"' in said) is (known is not None) and (known or "") in said, said
 
 
+FORGED: tuple[dict[str, Any], ...] = (
+    {"shadowsup_output": packed([2**31 - 1])},
+    {"shadowsup_output": packed([5, 6]), "shadowsup_pieces": packed([2]), "shadowsup_prompt": packed([1, 2])},
+    {"shadowsup_held": 1},
+    {"shadowsup_held_before": 1, "shadowsup_output": packed([5])},
+    {"shadowsup_more": 10**6},
+    {"shadowsup_stage": "k", "shadowsup_request": "r", "shadowsup_epoch": 0, "shadowsup_prompt": packed([1, 2])},
+    {"shadowsup_request": "r", "shadowsup_epoch": 1, "shadowsup_output": packed([5]), "shadowsup_pieces": packed([1])}
+    | {"shadowsup_prompt": packed([1, 2]), "shadowsup_seal": "0" * 32},
+)
+"""What clients could say in the gateway's place."""
+
+
+async def test_a_client_that_uses_the_names_of_the_replay_has_what_it_would_have_without_them(node: Node) -> None:
+    """On every path that takes extra arguments, past the gateway, whose refusal is only a courtesy."""
+    session, _ = await engine(node)
+    pid = (await engine_of(node, "active"))["pid"]
+    plain: dict[str, Any] = {"model": "chat", "temperature": 0, "max_tokens": 6}
+    paths: dict[str, dict[str, Any]] = {
+        CHAT: plain | {"messages": MESSAGES, "return_token_ids": True},
+        TEXT: plain | {"prompt": "hello", "ignore_eos": True, "return_token_ids": True},
+        "/v1/responses": {"model": "chat", "temperature": 0, "max_output_tokens": 6, "input": "hello"},
+        "/v1/messages": plain | {"messages": MESSAGES},
+    }
+
+    def said(answer: dict[str, Any]) -> Any:
+        if "choices" in answer:
+            return [(choice["token_ids"], choice.get("text"), choice.get("message")) for choice in answer["choices"]]
+        parts = answer["content"] if "content" in answer else [part for item in answer["output"] for part in item["content"]]
+        return [part.get("text") or part.get("thinking") for part in parts]
+
+    async with session:
+        for path, body in paths.items():
+
+            async def ask(body: dict[str, Any], path: str = path) -> Any:
+                async with asyncio.timeout(20), session.post(f"http://localhost{path}", json=body) as response:
+                    assert response.status == 200, f"{path}: {await response.text()}"
+                    return said(await response.json())
+
+            want = await ask(body)
+            assert want
+            for forged in FORGED:
+                assert await ask(body | {"vllm_xargs": {"mine": 1} | forged}) == want, f"{path} with {forged}"
+    async with aiohttp.ClientSession() as session:
+        for path, body in paths.items():
+            async with session.post(f"{node.url}{path}", json=body | {"vllm_xargs": FORGED[0]}) as response:
+                assert response.status == 400 and "this gateway's own" in await response.text()
+            async with session.post(f"{node.url}{path}", json=body) as response:
+                assert response.status == 200, await response.text()
+    assert (await engine_of(node, "active"))["pid"] == pid
+
+
 async def test_a_replay_of_what_was_never_said_is_noticed(node: Node) -> None:
     session, active = await engine(node)
     async with session:
         path, body = text(temperature=0)
-        asked = asked_for(path, body)
+        asked = asked_for(active, path, body)
         answer = Answer(asked)
         await active.tell(path, asked, answer, Told(), 5)
         answer._delivered.fields["text", 0][0] = "something else"

@@ -1,6 +1,7 @@
 """What the gateway writes into a request's extra arguments (``vllm_xargs``). Imports neither vLLM nor torch.
 
-The names are told in `shadowsup.supervisor.gateway.held_request`, which writes them.
+The names are told in `shadowsup.supervisor.gateway.held_request`, which writes them and seals them. A client can put the same names into
+its own extra arguments, on many of vLLM's paths: without the seal they say nothing, and are dropped.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import binascii
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PREFIX = "shadowsup_"
+from shadowsup.wire.seal import PREFIX, SEAL, ours, sealed
+
 REQUEST, EPOCH, PROMPT, OUTPUT, PIECES, STAGE = (PREFIX + name for name in ("request", "epoch", "prompt", "output", "pieces", "stage"))
 
 HELD, HELD_BEFORE, MORE = (PREFIX + name for name in ("held", "held_before", "more"))
@@ -48,14 +50,19 @@ class Claim:
         return bool(self.output or self.stage)
 
 
-def of(extra: Mapping[str, Any] | None) -> Claim | None:
+def of(extra: Mapping[str, Any] | None, key: Callable[[], bytes]) -> Claim | None:
     """Return what the gateway claims; None: nothing.
 
+    Args:
+        key: returns what the gateway seals with; called only if there is a seal.
+
     Raises:
-        BadClaim: it is not what the gateway writes.
+        BadClaim: it is sealed, and not what the gateway writes.
     """
-    if not extra or REQUEST not in extra:
+    if not extra or SEAL not in extra or not sealed(key(), extra):
         return None
+    if REQUEST not in extra:
+        raise BadClaim(f"there is no {REQUEST}")
     request, epoch = extra[REQUEST], extra.get(EPOCH)
     if not isinstance(request, str) or not isinstance(epoch, int):
         raise BadClaim(f"{REQUEST} must be a string and {EPOCH} a number")
@@ -74,9 +81,14 @@ def output_of(sampling_params: Any) -> list[int]:
     return _unpacked(extra, OUTPUT) if extra and OUTPUT in extra else []
 
 
-def rest(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the extra arguments as they go on to EngineCore: the client's, and the output that a replay begins with."""
-    return {key: value for key, value in extra.items() if not key.startswith(PREFIX) or (key == OUTPUT and value)}
+def rest(extra: Mapping[str, Any], claim: Claim | None) -> dict[str, Any]:
+    """Return the extra arguments as they go on to EngineCore: the client's, and the output that a replay begins with.
+
+    Args:
+        claim: what was found in ``extra``; None: what has our names there is not ours, and goes.
+    """
+    theirs = {key: value for key, value in extra.items() if not ours(key)}
+    return theirs | {OUTPUT: extra[OUTPUT]} if claim is not None and claim.output else theirs
 
 
 class Seen:

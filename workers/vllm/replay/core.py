@@ -30,6 +30,10 @@ _held: dict[str, tuple[Any, bytes]] = {}
 is aborted."""
 
 
+class NoToken(Exception):
+    """Raised when output has an id that the model has no token for. vLLM fails the one request; such an id would end the engine."""
+
+
 class NotHeld(Exception):
     """Raised when nothing is held under a request's id. vLLM fails the one request."""
 
@@ -54,7 +58,7 @@ def _preprocess_add_request(engine: Any, request: Any) -> Any:
         made, wave = _original["preprocess"](engine, request)
         output = claims.output_of(made.sampling_params)
         if output:
-            begin(made, output)
+            begin(made, output, engine.vllm_config.model_config.get_vocab_size())
         return made, wave
     hasher = engine.scheduler.hasher
     salt = hasher.salt
@@ -72,7 +76,7 @@ def _go_on(engine: Any, request: Any) -> Any:
     made.arrival_time = request.arrival_time
     if salt != engine.scheduler.hasher.salt:  # the blocks are others than those that were followed
         made.block_hashes.clear()
-    begin(made, claims.output_of(made.sampling_params))
+    begin(made, claims.output_of(made.sampling_params), engine.vllm_config.model_config.get_vocab_size())
     return made
 
 
@@ -105,8 +109,14 @@ def _await_more(core: Any) -> None:
     core._handle_client_request(*following)
 
 
-def begin(request: Any, output: list[int]) -> None:
-    """Have a new request begin with ``output``."""
+def begin(request: Any, output: list[int], vocabulary: int) -> None:
+    """Have a new request begin with ``output``.
+
+    Raises:
+        NoToken: there is an id that is not below ``vocabulary``.
+    """
+    if max(output, default=0) >= vocabulary:
+        raise NoToken(f"the output to go on from has the id {max(output)}, but the model has {vocabulary} tokens")
     request.append_output_token_ids(output)  # hashes the full blocks, too
     # Of a prefill of the prompt alone: the scheduler asserts that no more than the prompt was found.
     request.prefill_stats = None

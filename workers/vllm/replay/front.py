@@ -1,7 +1,8 @@
 """Seams in the API server (read in 0.26.0 and 0.32.0, run with 0.32.0).
 
 - `OutputProcessor.add_request`: every request passes here before EngineCore hears of it. The claim is taken out of its extra arguments,
-  a duplicate is refused, and a replay's output goes through the new request's detokenizer, stop strings and logprobs.
+  and with it whatever else has our names there (it is a client's, from whichever path). A duplicate is refused, and a replay's output goes
+  through the new request's detokenizer, stop strings and logprobs.
 - `RequestOutputCollector`: what its request's task reads. It gives out that output first, as one piece, before EngineCore says anything.
   (Requests that come ahead of a failover: `shadowsup.workers.vllm.replay.stage`.)
 - `OpenAIServingChat` and `OpenAIServingCompletion`, `BaseRenderer.tokenize_prompts_async`: a replay's prompt is not tokenized again. With
@@ -10,11 +11,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
+from shadowsup.wire.seal import key_of, ours
+from shadowsup.workers.errors import WorkerError
+from shadowsup.workers.vllm import current
 from shadowsup.workers.vllm.replay import claim as claims
 from shadowsup.workers.vllm.replay.claim import BadClaim, Claim, Seen
 
@@ -107,18 +113,36 @@ def taken(request: Any) -> Claim | None:
     """Take the claim out of a request, and give it the prompt that is claimed."""
     params = request.sampling_params
     extra = getattr(params, "extra_args", None) or {}
+    if not any(map(ours, extra)):
+        return None
     try:
-        claim = claims.of(extra)
+        claim = claims.of(extra, key)
     except BadClaim as error:
         raise refusal(str(error)) from None
+    # Whoever said it: EngineCore believes what has our names.
+    params.extra_args = claims.rest(extra, claim) or None
     if claim is None:
+        log.info("extra arguments with our names that are not the gateway's were dropped")
         return None
-    params.extra_args = claims.rest(extra) or None
     if not claim.stage:
         only_once(claim.request, claim.epoch)
     if claim.goes_on and request.prompt_token_ids != claim.prompt:
         request.prompt_token_ids = list(claim.prompt)
     return claim
+
+
+@functools.cache
+def key() -> bytes:
+    """Return what the gateway of this engine's node seals with.
+
+    Raises:
+        BadClaim: it cannot be known, and so nothing believed.
+    """
+    try:
+        return key_of(Path(current.read_spec().runtime_dir))
+    except (OSError, WorkerError) as error:
+        log.error("what the gateway says cannot be told from what clients say: %s", error)
+        raise BadClaim("this engine cannot tell whose words these are") from None
 
 
 def only_once(request: str, epoch: int) -> None:
@@ -200,7 +224,7 @@ def _name_tokens(processor: Any, output: list[int]) -> None:
 def _with_known_prompt(original: Callable[..., Any]) -> Callable[..., Any]:
     async def create(serving: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            claim = claims.of(request.vllm_xargs)
+            claim = claims.of(request.vllm_xargs, key)
         except BadClaim:
             claim = None  # refused where every request passes
         known = _prompt.set(claim.prompt if claim is not None and claim.goes_on else None)

@@ -93,12 +93,10 @@ class _Waiting:
 
 
 async def _add_request(llm: Any, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
-    extra = getattr(request.sampling_params, "extra_args", None)
-    if not extra or claims.STAGE not in extra:
+    claim = front.taken(request) if claims.STAGE in (getattr(request.sampling_params, "extra_args", None) or {}) else None
+    if claim is None or not claim.stage:  # not for waiting, or not the gateway's: what it says has been dropped
         await _original["add"](llm, request, prompt, parent_req, index, queue)
         return
-    claim = front.taken(request)
-    assert claim is not None
     front.check(request, claim, parent_req)
     llm.output_processor.add_request(request, prompt, parent_req, index, queue)
     try:
