@@ -157,7 +157,11 @@ async def tp2(setting: Setting, found: dict[str, Any], factor: float) -> None:
         found["left out"] = "needs two GPUs"
         say("tp2: left out, it needs two GPUs")
         return
-    pair, ranks = replace(setting, ranks=2), ("rank0", "rank1")
+    # What this machine asks of programs that use several GPUs: engines do not inherit it.
+    theirs = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_"))}
+    if theirs.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") != "0":
+        theirs["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
+    pair, ranks = replace(setting, ranks=2, env=theirs | setting.env), ("rank0", "rank1")
     async with a_node(pair.content(), found) as node:
         found["256k tokens"] = await killed(node, scaled(12, factor), streams=32, tokens=TOKENS, kinds=(*ranks, "core", "api"))
     async with a_node(pair.content(VLLM_BATCH_INVARIANT="1"), found) as node:

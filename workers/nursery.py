@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,14 +123,26 @@ class Nursery:
         import_s: how long that took.
         max_threads: with more threads than this in the process no fork is made.
         start: what the child calls with its spec.
+        imported: environment variables that the imports have set, as they do in an engine that is spawned cold. vLLM, for one, sees to it
+            that asking for a device initialises none.
     """
 
-    def __init__(self, path: str, *, preload: str, import_s: float, max_threads: int, start: Callable[[EngineSpec], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        preload: str,
+        import_s: float,
+        max_threads: int,
+        start: Callable[[EngineSpec], None],
+        imported: Mapping[str, str],
+    ) -> None:
         self._path = path
         self._preload = preload
         self._import_s = import_s
         self._max_threads = max_threads
         self._start = start
+        self._imported = imported
         self._running: dict[int, _Running] = {}
         self._untold: deque[Exited] = deque(maxlen=_UNTOLD)
         self._connection: _Connection | None = None
@@ -279,7 +291,7 @@ class Nursery:
                 self._close()
                 if isinstance(request, Clone):
                     nursery_spare.stand_by(given, self._succeed)
-                fork_child.become(request.spec, request.env, given, self._start)
+                fork_child.become(request.spec, {**request.env, **self._imported}, given, self._start)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
@@ -304,7 +316,14 @@ class Nursery:
 
     def _succeed(self, ready_fd: int) -> None:
         """In a spare, which shares nothing with the nursery it was but what was imported: be the next one."""
-        nursery = Nursery(self._path, preload=self._preload, import_s=self._import_s, max_threads=self._max_threads, start=self._start)
+        nursery = Nursery(
+            self._path,
+            preload=self._preload,
+            import_s=self._import_s,
+            max_threads=self._max_threads,
+            start=self._start,
+            imported=self._imported,
+        )
         nursery.announce(ready_fd)
         nursery.serve()
 
@@ -396,13 +415,21 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.update(dict.fromkeys(_SINGLE_THREADED, "1"))
     from shadowsup.workers.main import start
 
+    before = dict(os.environ)
     try:
         import_s = preload(options.preload)
     except ImportError as error:
         print(f"nursery: cannot preload {options.preload}: {error}", file=sys.stderr)
         return 2
     importlib.import_module("shadowsup.workers.runtime")
-    nursery = Nursery(options.socket, preload=options.preload, import_s=import_s, max_threads=options.max_threads, start=start)
+    nursery = Nursery(
+        options.socket,
+        preload=options.preload,
+        import_s=import_s,
+        max_threads=options.max_threads,
+        start=start,
+        imported={name: value for name, value in os.environ.items() if before.get(name) != value},
+    )
     if options.ready_fd >= 0:
         nursery.announce(options.ready_fd)
     nursery.serve()

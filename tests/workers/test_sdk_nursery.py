@@ -316,6 +316,23 @@ def test_a_missing_module_is_said_before_anything_is_served(world: World) -> Non
     assert "no_such_module" in done.stderr and "Traceback" not in done.stderr
 
 
+SETS = """
+import os
+os.environ["SDK_SET"] = "by the import"
+def create():
+    print("sees", os.environ.get("SDK_SET"), os.environ.get("SDK_GIVEN"), flush=True)
+    raise SystemExit(0)
+"""
+
+
+def test_children_have_the_variables_that_the_imports_have_set(world: World, nurseries: Nurseries) -> None:
+    (world.path / "sdk_sets.py").write_text(SETS)
+    path = f"{world.path}:{environment()['PYTHONPATH']}"
+    client = nurseries.start(preload="sdk_sets", env={"PYTHONPATH": path})
+    given = {"PYTHONPATH": path, "SDK_GIVEN": "by the config"}
+    assert "sees by the import by the config\n" in nurseries.fork(client, 1, given, kind="sdk_sets:create").read()
+
+
 MATMUL = """
 import torch
 def create():

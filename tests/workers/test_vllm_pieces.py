@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from shadowsup.wire.engine import EngineState, Phase
-from shadowsup.workers.heartbeat import Vitals
+from shadowsup.workers.heartbeat import Gap, Vitals
 from shadowsup.workers.vllm import arguments, graphs, versions
 from shadowsup.workers.vllm.hashing import SIZE, BlockHasher
 from shadowsup.workers.vllm.life import EngineLife
@@ -117,8 +118,40 @@ def test_a_parked_engine_that_follows_fresh_blocks_says_so_in_its_beats() -> Non
     assert followed == ["the ledger of set-2"]
 
 
+def test_the_beat_shows_the_oldest_of_the_steps_in_flight_and_a_gap_is_that_steps() -> None:
+    """A step of one token that waits behind a prefill has not the time of its own kind, but the prefill's."""
+    gaps: list[Gap] = []
+    life: Any = object.__new__(EngineLife)
+    heart = SimpleNamespace(vitals=Vitals(state=EngineState.ACTIVE, phase=Phase.IDLE), step_ended=gaps.append)
+    heart.update = lambda vitals: setattr(heart, "vitals", vitals)
+    life._heart, life._canary, life._told_first, life._flying = heart, None, True, deque()
+    life.writer = SimpleNamespace(check=lambda: None)
+    life._engine = SimpleNamespace(inflight=1, queued=0, kv_counts=lambda: None)
+    life._kv_counted_s = 0.0
+
+    def shown() -> tuple[Phase, int]:
+        return heart.vitals.phase, heart.vitals.step_tokens
+
+    life.step_begins(Phase.PREFILL, 8192)
+    since_s = heart.vitals.since_s
+    life.step_begins(Phase.DECODE, 1)
+    assert shown() == (Phase.PREFILL, 8192) and heart.vitals.since_s == since_s
+    life.step_ended(1, Phase.DECODE, progressed=True)
+    assert shown() == (Phase.DECODE, 1)
+    life.step_ended(0, Phase.DECODE, progressed=False)  # an empty one: nothing was begun for it
+    assert shown() == (Phase.DECODE, 1)
+    life.step_ended(1, Phase.DECODE, progressed=True)
+    assert shown() == (Phase.DECODE, 0)
+    assert [(gap.phase, gap.tokens) for gap in gaps] == [(Phase.PREFILL, 8192), (Phase.DECODE, 1)]
+
+
 DEFAULT_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 """What vLLM captures (0.26, 0.32)."""
+
+
+def vllm_config(sizes: list[int] | None, *, compile_sizes: list[str] | None = None, max_num_seqs: int = 1) -> SimpleNamespace:
+    compilation = SimpleNamespace(cudagraph_capture_sizes=sizes, compile_sizes=compile_sizes)
+    return SimpleNamespace(compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs))
 
 
 def padded(batch: int, sizes: list[int]) -> int:
@@ -142,12 +175,18 @@ def test_few_graphs_are_captured_as_they_are(sizes: list[int]) -> None:
 def test_sizes_that_are_compiled_for_are_captured() -> None:
     kept = graphs.thinned(DEFAULT_SIZES, keep=[40, 240])
     assert {40, 240} <= set(kept)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=[1, 2, 3, 4, 5], compile_sizes=["4"]))
+    config = vllm_config([1, 2, 3, 4, 5], compile_sizes=["4"])
     graphs.hurry(config)
     assert config.compilation_config.cudagraph_capture_sizes == [1, 3, 4, 5]
 
 
+def test_all_sequences_that_may_decode_at_once_keep_a_graph() -> None:
+    config = vllm_config([size for size in DEFAULT_SIZES if size <= 128], max_num_seqs=64)
+    graphs.hurry(config)
+    assert 64 in config.compilation_config.cudagraph_capture_sizes
+
+
 def test_nothing_is_changed_where_no_graph_is_captured() -> None:
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=None, compile_sizes=None))
+    config = vllm_config(None)
     graphs.hurry(config)
     assert config.compilation_config.cudagraph_capture_sizes is None

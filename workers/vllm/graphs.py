@@ -33,7 +33,8 @@ def hurry(vllm_config: Any) -> None:
     compiled, in vLLM's cache, contains the sizes, and before the KV cache is initialised, when the runner takes them."""
     compilation = vllm_config.compilation_config
     sizes = sorted(compilation.cudagraph_capture_sizes or ())
-    kept = thinned(sizes, keep=[int(size) for size in compilation.compile_sizes or ()])
+    whole = max((size for size in sizes if size <= vllm_config.scheduler_config.max_num_seqs), default=0)  # all sequences decode
+    kept = thinned(sizes, keep=[whole, *(int(size) for size in compilation.compile_sizes or ())])
     if len(kept) < len(sizes):
         log.info("clients wait: CUDA graphs of %d batch sizes instead of %d", len(kept), len(sizes))
         compilation.cudagraph_capture_sizes = kept

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
@@ -62,6 +63,8 @@ class EngineLife(Life):
         self._post: Callable[[Errand], None] | None = None
         """Puts an errand into the busy loop's queue; None: there is no loop yet."""
         self._told_first = False
+        self._flying: deque[tuple[Phase, int]] = deque()
+        """What is being computed, oldest first, as it was begun: with asynchronous scheduling one step is begun while another one runs."""
         self._over = threading.Event()
         self.ranks: Ranks | None = None
         """Where they are processes of their own."""
@@ -162,6 +165,7 @@ class EngineLife(Life):
         if state is EngineState.ACTIVE:
             self.stage = "step"
             self.resumed, self._told_first = 0, False
+            compiling.tell(self._compiling)
 
     def _on_order(self, order: Order) -> None:
         if self._post is None and isinstance(order, Stop | Release):
@@ -180,14 +184,15 @@ class EngineLife(Life):
         assert self.writer is not None
         self.writer.check()
         compiling.watch_torch()
-        self._awaiting(phase, tokens, queued=self._engine.queued)
+        self._flying.append((phase, tokens))
+        self._awaiting(*self._flying[0], queued=self._engine.queued)
 
     def step_ended(self, tokens: int, phase: Phase, *, progressed: bool) -> None:
         """A step's output is there, its blocks are published; it is sent when this returns.
 
         Args:
             tokens: sampled.
-            phase: what the next one will do.
+            phase: what the next one will do, if none has begun.
             progressed: it computed something.
 
         Raises:
@@ -200,7 +205,12 @@ class EngineLife(Life):
             self._told_first = True
             told = FirstToken(engine=self.spec.engine, epoch=writer.epoch, sent_s=time.monotonic(), resumed=self.resumed)
             self._heart.report(told)
-        self._step_over(tokens, phase, progressed=progressed)
+        if progressed and self._flying:
+            self._flying.popleft()
+        next_tokens = 0
+        if self._flying:
+            phase, next_tokens = self._flying[0]
+        self._step_over(tokens, phase, progressed=progressed, next_tokens=next_tokens)
         if phase is Phase.IDLE:
             self._vitals(phase=phase, since_s=0.0, step_tokens=0, stalled_since_s=0.0)
 
