@@ -81,32 +81,47 @@ def _go_on(engine: Any, request: Any) -> Any:
 
 
 def _handle_client_request(core: Any, request_type: Any, request: Any) -> None:
+    """Take a request, and with it those that are to go on in the same step.
+
+    Without these the first of them has a step to itself, for whose end all others wait. A loop: there may be more of them than Python has
+    frames.
+    """
     from vllm.v1.engine import EngineCoreRequestType
 
-    if request_type == EngineCoreRequestType.ADD:
-        if request[0] is HELD_BACK:
-            # Out of the youngest generations: the collection that comes in the midst of a failover would walk all ids of all prompts.
-            gc.collect(1)
-            return
-        _original["handle"](core, request_type, request)
-        extra = getattr(request[0].sampling_params, "extra_args", None)
-        if extra and extra.get(claims.MORE):
-            _await_more(core)
+    add = EngineCoreRequestType.ADD
+    if request_type != add:
+        _handle_other(core, request_type, request)
         return
+    more = _handle_added(core, request_type, request)
+    while more:
+        try:
+            request_type, request = core.input_queue.get(timeout=MORE_S)
+        except queue.Empty:
+            return
+        if request_type == add:
+            more = _handle_added(core, request_type, request)
+        else:
+            core._handle_client_request(request_type, request)  # as the busy loop would; of these none is followed by others
+
+
+def _handle_added(core: Any, request_type: Any, request: Any) -> int:
+    """Returns how many are to be taken with it."""
+    if request[0] is HELD_BACK:
+        # Out of the youngest generations: the collection that comes in the midst of a failover would walk all ids of all prompts.
+        gc.collect(1)
+        return 0
+    _original["handle"](core, request_type, request)
+    extra = getattr(request[0].sampling_params, "extra_args", None)
+    return extra.get(claims.MORE, 0) if extra else 0
+
+
+def _handle_other(core: Any, request_type: Any, request: Any) -> None:
+    from vllm.v1.engine import EngineCoreRequestType
+
     if request_type == EngineCoreRequestType.ABORT:
         for request_id in request:
             _held.pop(request_id, None)
     _original["handle"](core, request_type, request)
-
-
-def _await_more(core: Any) -> None:
-    """Take what comes next before the next step begins: without it the first of those that go on has a step to itself, for whose end all
-    others wait."""
-    try:
-        following = core.input_queue.get(timeout=MORE_S)
-    except queue.Empty:
-        return
-    core._handle_client_request(*following)
 
 
 def begin(request: Any, output: list[int], vocabulary: int) -> None:
