@@ -253,7 +253,9 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True, tag="fence"):
 
 
 class Canary(msgspec.Struct, frozen=True, kw_only=True, tag="canary"):
-    """Compute one token of a request of your own, and say so: does the step loop turn, and does anything come out of it?"""
+    """Compute one token of a request of your own, and say so: does the step loop turn, and does anything come out of it?
+
+    ``number``: another one for each canary of an engine, whichever supervisor sends it."""
 
     number: int
 

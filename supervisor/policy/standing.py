@@ -43,7 +43,8 @@ class Standing:
         self.histories: dict[str, History] = {}
         """By revision of the settings: other settings make other steps."""
         self.loads = GpuLoads()
-        self._canaries = 0
+        self._last_canary = 0
+        """Number of the newest."""
         self.quarantined_why: dict[str, str] = {}
         self.moved: dict[str, str] = {}
         """Configured GPU → the spare that stands for it."""

@@ -223,11 +223,12 @@ class Watch(Standing, ABC):
             return
         if now_s < engine.canary_after_s:
             return
-        self._canaries += 1
+        # By the clock, which goes on from one supervisor to the next: an engine may still have a canary of the one before.
+        self._last_canary = max(self._last_canary + 1, round(now_s * 1000))
         engine.canary_s, engine.canary_why = now_s, why
         engine.canary_bound_s = self.history_of(engine).step_bound_s(beat, self.settings_of(engine).hang, util)
         self._do(m.Announce("engine.suspected", f"{engine.id}: {why}; asked for one token", "warning", engine.id, engine.epoch))
-        self._do(m.Send(engine.id, Canary(number=self._canaries)))
+        self._do(m.Send(engine.id, Canary(number=self._last_canary)))
         self._at(now_s + engine.canary_bound_s)
 
     def _idle_though_busy(self, engine: EngineRecord, now_s: float) -> str:
@@ -249,7 +250,7 @@ class Watch(Standing, ABC):
         return f"its GPUs have had nothing to do for {idle_s:.2f} s with {beat.inflight + beat.queued} requests in flight"
 
     def _canaried(self, engine: EngineRecord, number: int, now_s: float) -> None:
-        if engine.canary_s is None or number != self._canaries:
+        if engine.canary_s is None or number != self._last_canary:
             return
         self._canary_cleared(engine, f"answered with a token after {now_s - engine.canary_s:.2f} s", now_s)
 

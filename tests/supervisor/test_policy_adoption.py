@@ -13,7 +13,7 @@ from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.invariants import validate
 from shadowsup.supervisor.policy.model import Desired, Ending, How, NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.worker import WorkerPolicy
-from shadowsup.wire.engine import Beat, EngineState, Fence, Fenced, Phase, Promote
+from shadowsup.wire.engine import Beat, Canary, EngineState, Fence, Fenced, Phase, Promote
 
 NOW_S = 5000.0
 PHASE = {
@@ -317,3 +317,22 @@ def test_a_shadow_that_has_followed_to_the_set_in_use_is_no_longer_stale() -> No
     policy.beat(beat(1, EngineState.PARKED, kv_set="set-1"), NOW_S + 0.2)
     actions = policy.handle(m.Died("chat.2", -9, frozen=True), NOW_S + 1.0)
     assert summary(actions) == ["kill chat.2", "promote chat.1 to 3 unfenced"]
+
+
+def test_a_canary_is_never_one_that_the_supervisor_before_may_have_sent() -> None:
+    """Its engine may still have that one, and would end over a second of the same number."""
+    numbers: list[int] = []
+    now_s = NOW_S
+    for _ in range(3):  # supervisors, each of which dies when it has asked
+        policy, actions = adopted(active(1, 1), parked(2), epoch=1, owner=1)
+        sent: list[Canary] = []
+        while not sent:
+            now_s += 0.2
+            assert now_s < NOW_S + 30, "no canary is sent"
+            said = {"epoch": 1, "ordered": 1, "step": 9, "inflight": 1, "phase": Phase.DECODE, "since_s": NOW_S, "stalled_since_s": NOW_S}
+            for each in (beat(1, EngineState.ACTIVE, sent_s=now_s, **said), beat(2, EngineState.PARKED, sent_s=now_s)):
+                actions += policy.beat(each, now_s)
+            actions += policy.handle(m.Tick(), now_s)
+            sent = [a.order for a in actions if isinstance(a, m.Send) and isinstance(a.order, Canary)]
+        numbers += [order.number for order in sent]
+    assert len(numbers) == 3 and len(set(numbers)) == 3

@@ -448,11 +448,16 @@ def sick(w: Node) -> None:
     w.stuck["chat.1"] = w.now_s
 
 
+def number_of(sent: m.Send) -> int:
+    assert isinstance(sent.order, Canary)
+    return sent.order.number
+
+
 def test_an_idle_device_under_load_brings_one_canary_and_only_one() -> None:
     w = node(gpus=(GPU,))
     sick(w)
     w.live(1.5)
-    assert w.sent(Canary) == [m.Send("chat.1", Canary(number=1))]
+    assert len(w.sent(Canary)) == 1
     w.live(10.0)
     assert len(w.sent(Canary)) == 1, "the bound of the step under way holds for it, too"
 
@@ -475,7 +480,7 @@ def test_an_answered_canary_clears_the_suspicion_and_the_next_one_comes_later() 
     for number in (1, 2):
         w.live(1.5 if number == 1 else 3.4)
         assert len(w.sent(Canary)) == number
-        w.tell(m.Reported(Canaried(engine="chat.1", number=number)))
+        w.tell(m.Reported(Canaried(engine="chat.1", number=number_of(w.sent(Canary)[-1]))))
         w.live(2.0)
         assert len(w.sent(Canary)) == number
     assert w.announced("engine.verdict") == []

@@ -10,16 +10,20 @@ from typing import Any
 import pytest
 import vllm_world
 
+from shadowsup.wire.link import Sampling, Submit
+
 pytestmark = pytest.mark.vllm
 if not vllm_world.importable():
     pytest.skip("vLLM is not in this environment (make vllm)", allow_module_level=True)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what vLLM imports
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreRequestType
 
     from shadowsup.workers.vllm.replay import claim as claims
     from shadowsup.workers.vllm.replay import core as intake
+    from shadowsup.workers.vllm.scheduler import Kept
 
 ADD, ABORT = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT
 
@@ -65,3 +69,25 @@ def test_what_comes_between_them_does_not_part_them_and_what_does_not_come_is_no
     assert core.taken == ["0", (ABORT, ["x"]), "1"]
     core._handle_client_request(*added(2, None))
     assert core.taken[-1] == "2"
+
+
+def test_a_canary_that_is_there_already_is_not_taken_again() -> None:
+    """A supervisor that took over may ask what the one before has asked. vLLM's own scheduler ends over a second of the same id."""
+
+    class Taking:
+        """As much of vLLM's scheduler as takes a request."""
+
+        add_request, canary = Scheduler.add_request, Kept.canary
+        connector, log_stats, spec_decode_metrics_level = None, False, "none"
+
+        def __init__(self) -> None:
+            self.requests: dict[str, Any] = {}
+            self.waits: list[str] = []
+
+        def _enqueue_waiting_request(self, request: Any) -> None:
+            self.waits.append(request.request_id)
+
+    scheduler: Any = Taking()
+    for number in (1, 1, 2):
+        scheduler.canary(Submit(rid=f"canary {number}", epoch=1, prompt_ids=(0,), sampling=Sampling(max_tokens=1, seed=0)))
+    assert scheduler.waits == ["canary 1", "canary 2"]

@@ -140,9 +140,14 @@ class Kept:
         """Never called, likewise."""
 
     def canary(self, request: Submit) -> None:
-        """Take a request of the supervisor's own, of one token. The API server does not know it and drops its answer."""
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        """Take a request of the supervisor's own, of one token. The API server does not know it and drops its answer.
+
+        One that is there already is not taken again: vLLM would end the engine over it, and the first is answered, too.
+        """
         scheduler: Any = self
+        if request.rid in scheduler.requests:
+            return
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         scheduler.add_request(
             Request(request_id=request.rid, prompt_token_ids=list(request.prompt_ids or (0,)), sampling_params=params, pooling_params=None)
         )
