@@ -73,14 +73,22 @@ def _paths_or_none(pid: int) -> set[str]:
 
 def _paths_of(pid: int) -> set[str]:
     found = {link for link in links_of(pid) if link.startswith(FOLDER)}
+    nameless: set[int] = set()
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
             for line in file:
                 at = line.find(b" /dev/shm/")
                 if at >= 0:
-                    found.add(os.fsdecode(line[at + 1 :].rstrip(b"\n")))
+                    path = os.fsdecode(line[at + 1 :].rstrip(b"\n"))
+                    if path.endswith(_DELETED):
+                        nameless.add(int(line.split(maxsplit=5)[4]))
+                    found.add(path)
     except (FileNotFoundError, ProcessLookupError):
         pass
+    if nameless:
+        # sem_open maps a file under a name of its own, links it to the one that was asked for, and removes the first.
+        with os.scandir(FOLDER) as entries:
+            found.update(entry.path for entry in entries if entry.inode() in nameless)
     # shm_open and sem_open make no folders: what lies in one is somebody's own, a model on a RAM disk, say.
     return {path for path in found if not path.endswith(_DELETED) and "/" not in path[len(FOLDER) :]}
 

@@ -253,7 +253,7 @@ async def test_member_that_cannot_be_killed_is_named_after_the_deadline(start, m
 
 
 async def test_one_call_kills_and_notes_shared_memory(start) -> None:  # type: ignore[no-untyped-def]
-    """P31: Fifty named segments and semaphores of a killed tree are removed, a file that a stranger has open is not."""
+    """P31: Fifty named segments of a killed tree are removed, a file that a stranger has open is not."""
     name = f"shadowsup-test-{os.getpid()}"
     code = f"""
 from multiprocessing import shared_memory, resource_tracker
@@ -288,6 +288,29 @@ say('leader'); rest()
     folder.rmdir()
     assert left == [f"{name}-7", f"{name}-foreign", f"{name}-models", f"{name}-shared"]
     assert len(removed) == 49
+
+
+async def test_semaphores_of_a_killed_process_are_found_though_nobody_else_has_opened_them(start) -> None:  # type: ignore[no-untyped-def]
+    """P31: who makes one has it mapped under a name that is gone at once."""
+    name = f"shadowsup-test-{os.getpid()}"
+    code = f"""
+from multiprocessing import get_context, resource_tracker, synchronize
+import itertools
+resource_tracker.register = lambda *a: None
+numbers = itertools.count()
+synchronize.SemLock._make_name = staticmethod(lambda: '/{name}-%d' % next(numbers))
+locks = [get_context('spawn').Lock() for _ in range(3)]
+say('leader'); rest()
+"""
+    engine = await start(code)
+    await engine.hear("leader")
+    names = {Path(f"/dev/shm/sem.{name}-{number}") for number in range(3)}
+    assert all(path.exists() for path in names)
+    killed = await asyncio.to_thread(kill_tree, tag=engine.tag, pgid=engine.child.pgid, leader=engine.child.identity)
+    assert await killed.gone() == ()
+    killed.close()
+    assert set(await asyncio.to_thread(unlink_shm, killed.shm)) == names
+    assert not any(path.exists() for path in names)
 
 
 async def test_tagged_processes_of_a_node_are_listed(start) -> None:  # type: ignore[no-untyped-def]
