@@ -274,13 +274,15 @@ class Keeper:
         self._allocator.require(planned, holdings)
         self._job = Job(connection.number, planned)
 
-        def work() -> None:
-            result: Segments | Exception
+        def allocate() -> Segments | Exception:
             try:
-                result = self._allocator.allocate(planned, holdings)
+                return self._allocator.allocate(planned, holdings)
             except Exception as error:
-                result = error
-            self._done.put(result)
+                return error
+
+        def work() -> None:
+            # Held by nobody else when the keeper is woken: a thread that ends late would keep memory that was freed meanwhile.
+            self._done.put(allocate())
             self._hub.wake()
 
         threading.Thread(target=work, name="allocate", daemon=True).start()
