@@ -20,6 +20,10 @@ from shadowsup.wire.engine import EngineSpec
 from shadowsup.workers import process
 from shadowsup.workers.errors import ExitCode
 
+DRIVER_FILES = "/dev/nvidia"
+"""NVML leaves its device files open when it is shut down, and uses them when it is initialised again, in a child too: without them
+nvmlInit fails with NVMLError_OperatingSystem (driver 580). CUDA opens its own, so memory still goes with the process that made it."""
+
 
 @dataclass(frozen=True)
 class Inheritance:
@@ -55,7 +59,10 @@ def become(spec: EngineSpec, env: Mapping[str, str], given: Inheritance, start: 
 
 
 def take_descriptors(given: Inheritance) -> int:
-    """Put stdin (empty), stdout and stderr in place and close everything else but the lifeline; return where that is."""
+    """Put stdin (empty), stdout and stderr in place and close everything else but the lifeline and `DRIVER_FILES`.
+
+    Returns where the lifeline is.
+    """
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(given.stdout, 1)
@@ -67,7 +74,8 @@ def take_descriptors(given: Inheritance) -> int:
     for fd in sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir()):
         if fd > 2 and fd != given.lifeline:
             try:
-                os.close(fd)
+                if not str(Path(f"/proc/self/fd/{fd}").readlink()).startswith(DRIVER_FILES):
+                    os.close(fd)
             except OSError:  # that of the listing
                 continue
     return given.lifeline
