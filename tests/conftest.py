@@ -25,6 +25,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# What the helpers of the tests assert is told in full, as in the tests themselves.
+_HELPERS = [path.stem for path in Path(__file__).parent.rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
+pytest.register_assert_rewrite(*_HELPERS)
+
 _ALONE = (
     "bench",
     "docs",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -11,6 +12,19 @@ import vllm_tiny
 from vllm_world import config
 
 from shadowsup.supervisor.bench.node import Node, running
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Tell of a failed test what its node has recorded."""
+    report = yield
+    arguments: dict[str, Any] = getattr(item, "funcargs", {})
+    for node in (one for one in arguments.values() if report.failed and isinstance(one, Node)):
+        for name, lines in (("recoveries", 5), ("events", 40)):
+            path = node.folder / "state" / f"{name}.jsonl"
+            if path.exists():
+                report.sections.append((name, "\n".join(path.read_text().splitlines()[-lines:])))
+    return report
 
 
 @pytest.fixture(scope="session")
