@@ -6,12 +6,14 @@ done is saved after each section, so that a time limit loses nothing. Sections:
 * ``shadow``: a parked shadow, 32 streams over 256k tokens of KV; by turns the API server and the EngineCore are killed. bfloat16 is not
   batch-invariant: a stream that goes on another way than undisturbed is counted as diverged, one that broke or ended early as wrong.
 * ``exact``: with VLLM_BATCH_INVARIANT=1; every token of 16 streams is compared with an undisturbed run.
-* ``beside``: 16 streams while a shadow starts beside them, and without.
+* ``beside``: 16 streams while a shadow starts beside them (from the kill of the one before until it is parked), and without.
 * ``respawn``: no shadow: an engine forked from the nursery over kept memory.
 * ``plain``: vLLM without shadowsup, restarted at once; its clients ask again.
-* ``tp2``: two GPUs, tensor parallel: as ``shadow``, with either rank killed by turns, beside API server and EngineCore; and the tokens of
-  16 streams over kills of either rank with VLLM_BATCH_INVARIANT=1. Left out, and said so, where there is one GPU only.
+* ``tp2``, ``tp2-exact``: two GPUs, tensor parallel: as ``shadow`` and ``exact``, with either rank killed, and EngineCore and API server.
+  Left out, and said so, where there is one GPU only.
 * ``throughput``: 32 streams on a node with a parked shadow, and on vLLM without shadowsup.
+
+Sections that follow each other share a node, or a plain vLLM, of the same kind.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,8 @@ from shadowsup.supervisor.devices import read_gpus
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 TOKENS = 8000
 """Of a prompt: 32 of them are 256k tokens of KV."""
+PROCESSES = ("rank0", "rank1", "core", "api")
+"""Of an engine with two ranks."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +81,45 @@ class Setting:
         return {"version": 1, "workers": [worker]}
 
 
+@dataclass(kw_only=True)
+class Rig:
+    """What is running: one thing at a time, which stays until something else is asked for."""
+
+    setting: Setting
+    _key: str = ""
+    _running: Any = None
+    _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+
+    async def node(self, content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW) -> Node:
+        """Return a running node; ``found`` gets what its start and its end give, if it was not running."""
+        node: Node = await self._have(f"{mode} {json.dumps(content)}", lambda: a_node(content, found, mode))
+        return node
+
+    async def plain(self, content: dict[str, Any]) -> servers.PlainServer:
+        """Return a vLLM without shadowsup that answers."""
+        server: servers.PlainServer = await self._have(f"plain {json.dumps(content)}", lambda: warm_server(content))
+        return server
+
+    async def _have(self, key: str, make: Callable[[], contextlib.AbstractAsyncContextManager[Any]]) -> Any:
+        if key != self._key:
+            await self.clear()
+            self._running = await self._stack.enter_async_context(make())
+            self._key = key
+        return self._running
+
+    async def clear(self) -> None:
+        """End what is running."""
+        self._key = ""
+        await self._stack.aclose()
+
+
+@contextlib.asynccontextmanager
+async def warm_server(content: dict[str, Any]) -> AsyncIterator[servers.PlainServer]:
+    async with servers.running(content, "chat") as server:
+        await streams_at(server.base, 4, 1000, 8)
+        yield server
+
+
 # --- killing ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -104,17 +148,15 @@ def ranks_of(core: psutil.Process) -> list[psutil.Process]:
 
 
 async def killed(
-    node: Node, count: int, *, streams: int, tokens: int, output: int = 96, kinds: Sequence[str] = ("core", "api")
-) -> dict[str, Any]:
-    """Kill ``kinds`` by turns, ``count`` times in all; all figures by kind."""
-    found: dict[str, Any] = {}
+    node: Node, count: int, found: dict[str, Any], *, streams: int, tokens: int, output: int = 96, kinds: Sequence[str] = ("core", "api")
+) -> None:
+    """Kill ``kinds`` one after another, ``count`` times in all; all figures by kind go to ``found``."""
     for number, which in enumerate(kinds):
         times = count // len(kinds) + (number < count % len(kinds))
         if times:
             with victims(which):
                 plan = replace(plan_of(times, streams, tokens, output=output), settle_timeout_s=180.0)
                 found[which] = await kills(node, plan)
-    return found
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------------------
@@ -131,112 +173,147 @@ async def streams_at(url: str, count: int, tokens: int, output: int, seed: int =
     return found
 
 
-def pace(streams: Sequence[Stream]) -> dict[str, Any]:
-    """Gaps between the tokens of each stream in ms, and tokens a second from the last first token to the first end."""
-    gaps = [(b - a) * 1e3 for stream in streams for a, b in zip(stream.arrivals, stream.arrivals[1:], strict=False)]
-    begin, end = max(stream.arrivals[0] for stream in streams), min(stream.arrivals[-1] for stream in streams)
+def pace(streams: Sequence[Stream], begin: float | None = None, end: float | None = None) -> dict[str, Any]:
+    """Gaps between the tokens of each stream in ms, and tokens a second. Between two moments, else from the last first token to the
+    first end."""
+    begin = begin or max(stream.arrivals[0] for stream in streams)
+    end = end or min(stream.arrivals[-1] for stream in streams)
+    gaps = [(b - a) * 1e3 for stream in streams for a, b in itertools.pairwise(stream.arrivals) if begin < b <= end]
     between = sum(tokens for stream in streams for at, tokens in zip(stream.arrivals, stream.counts, strict=True) if begin < at <= end)
     return {"gap_ms": percentiles(gaps), "tokens_s": round(between / (end - begin), 1) if end > begin else None}
+
+
+def slow(stream: Stream, begin: float, above_ms: float) -> list[list[float]]:
+    """The gaps of one stream that are longer than ``above_ms``: [seconds since ``begin``, ms]."""
+    gaps = ((b - begin, (b - a) * 1e3) for a, b in itertools.pairwise(stream.arrivals) if b > begin)
+    return [[round(at, 3), round(gap, 1)] for at, gap in gaps if gap > above_ms]
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------------------
 
 
-async def shadow(setting: Setting, found: dict[str, Any], factor: float) -> None:
-    async with a_node(setting.content(), found) as node:
-        found["256k tokens"] = await killed(node, scaled(20, factor), streams=32, tokens=TOKENS)
+async def shadow(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    node = await rig.node(rig.setting.content(), found)
+    await killed(node, scaled(20, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS)
 
 
-async def exact(setting: Setting, found: dict[str, Any], factor: float) -> None:
-    async with a_node(setting.content(VLLM_BATCH_INVARIANT="1"), found) as node:
-        found["16 streams"] = await killed(node, scaled(4, factor), streams=16, tokens=1000, output=300)
+async def exact(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    node = await rig.node(rig.setting.content(VLLM_BATCH_INVARIANT="1"), found)
+    await killed(node, scaled(4, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300)
 
 
-async def tp2(setting: Setting, found: dict[str, Any], factor: float) -> None:
+def two_gpus(setting: Setting, found: dict[str, Any]) -> Setting | None:
+    """Return a setting of two ranks; None, and why, where there is one GPU."""
     if len(read_gpus()) < 2:
         found["left out"] = "needs two GPUs"
-        say("tp2: left out, it needs two GPUs")
-        return
+        say("left out, it needs two GPUs")
+        return None
     # What this machine asks of programs that use several GPUs: engines do not inherit it.
     theirs = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_"))}
     if theirs.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") != "0":
         theirs["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
-    pair, ranks = replace(setting, ranks=2, env=theirs | setting.env), ("rank0", "rank1")
-    async with a_node(pair.content(), found) as node:
-        found["256k tokens"] = await killed(node, scaled(12, factor), streams=32, tokens=TOKENS, kinds=(*ranks, "core", "api"))
-    async with a_node(pair.content(VLLM_BATCH_INVARIANT="1"), found) as node:
-        found["16 streams, exact"] = await killed(node, scaled(4, factor), streams=16, tokens=1000, output=300, kinds=ranks)
+    return replace(setting, ranks=2, env=theirs | setting.env)
 
 
-async def beside(setting: Setting, found: dict[str, Any], factor: float) -> None:
-    async with a_node(setting.content(), found) as node:
-        await streams_at(node.url, 16, 1000, 100)
-        found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 2000))
-        os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
-        found["a shadow starts"] = pace(await streams_at(node.url, 16, 1000, 2000))
-        found["shadow ready after that"] = (await node.worker("chat"))["state"]
-        say(f"beside: {found['undisturbed']} {found['a shadow starts']} {found['shadow ready after that']}")
+async def tp2(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    if pair := two_gpus(rig.setting, found):
+        node = await rig.node(pair.content(), found)
+        await killed(node, scaled(12, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS, kinds=PROCESSES)
 
 
-async def respawn(setting: Setting, found: dict[str, Any], factor: float) -> None:
-    async with a_node(setting.content(), found, Mode.RESPAWN) as node:
-        found["256k tokens"] = await killed(node, scaled(5, factor), streams=32, tokens=TOKENS)
+async def tp2_exact(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    if pair := two_gpus(rig.setting, found):
+        node = await rig.node(pair.content(VLLM_BATCH_INVARIANT="1"), found)
+        await killed(node, scaled(8, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300, kinds=PROCESSES)
 
 
-async def plain(setting: Setting, found: dict[str, Any], factor: float) -> None:
+async def beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    node = await rig.node(rig.setting.content(), found)
+    await node.wait_for("healthy", "chat", 180.0)
+    await streams_at(node.url, 16, 1000, 100)
+    before = found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 1500))
+    asked = asyncio.create_task(streams_at(node.url, 16, 1000, 3000))
+    await asyncio.sleep(2.0)
+    os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
+    killed_s = time.monotonic()
+    await asyncio.sleep(0.5)
+    await node.wait_for("healthy", "chat", 60.0)
+    parked_s = time.monotonic()
+    streams = await asked
+    after = pace(streams, killed_s, min(parked_s, *(stream.arrivals[-1] for stream in streams)))
+    found["a shadow starts"] = after
+    found["parked_after_s"] = round(parked_s - killed_s, 2)
+    found["within the streams"] = all(stream.arrivals[-1] > parked_s for stream in streams)
+    found["share"] = {key: round(after["gap_ms"][key] / before["gap_ms"][key], 2) for key in ("p50", "p99", "max")}
+    found["slow"] = slow(streams[0], killed_s, 1.25 * before["gap_ms"]["p50"])
+    say(f"beside: {before} {after} {found['share']}, parked after {found['parked_after_s']} s, {found['within the streams']}")
+
+
+async def respawn(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    node = await rig.node(rig.setting.content(), found, Mode.RESPAWN)
+    await killed(node, scaled(5, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS)
+
+
+async def plain(rig: Rig, found: dict[str, Any], factor: float) -> None:
     first: list[float] = []
-    async with servers.running(setting.content(), "chat") as server:
-        await streams_at(server.base, 4, 1000, 8)
-        for _ in range(scaled(3, factor)):
-            at = time.monotonic()
-            await server.kill()
-            await server.ready()
-            await streams_at(server.base, 1, 4000, 1)
-            first.append(round(time.monotonic() - at, 2))
-            say(f"plain restart: first token of a 4,000-token prompt after {first[-1]} s")
+    server = await rig.plain(rig.setting.content())
+    for _ in range(scaled(3, factor)):
+        at = time.monotonic()
+        await server.kill()
+        await server.ready()
+        await streams_at(server.base, 1, 4000, 1)
+        first.append(round(time.monotonic() - at, 2))
+        say(f"plain restart: first token of a 4,000-token prompt after {first[-1]} s")
     found["first_token_s"] = first
 
 
-async def throughput(setting: Setting, found: dict[str, Any], factor: float) -> None:
+async def throughput(rig: Rig, found: dict[str, Any], factor: float) -> None:
     rounds = 1 + scaled(3, factor)
 
     async def measure(url: str) -> list[float]:
         return [pace(await streams_at(url, 32, 1000, 600, seed))["tokens_s"] for seed in range(rounds)][1:]
 
-    async with a_node(setting.content(), found) as node:
-        found["node"] = await measure(node.url)
-    async with servers.running(setting.content(), "chat") as server:
-        found["vllm"] = await measure(server.base)
+    found["node"] = await measure((await rig.node(rig.setting.content(), found)).url)
+    found["vllm"] = await measure((await rig.plain(rig.setting.content())).base)
     found["share"] = round(statistics.median(found["node"]) / statistics.median(found["vllm"]), 3)
-    say(f"throughput: {found}")
+    say(f"throughput: {found['node']} {found['vllm']} {found['share']}")
 
 
-SECTIONS: dict[str, Callable[[Setting, dict[str, Any], float], Awaitable[None]]] = {
-    "shadow": shadow,
+SECTIONS: dict[str, Callable[[Rig, dict[str, Any], float], Awaitable[None]]] = {
     "respawn": respawn,
-    "plain": plain,
-    "exact": exact,
-    "tp2": tp2,
+    "shadow": shadow,
     "beside": beside,
     "throughput": throughput,
+    "plain": plain,
+    "exact": exact,
+    "tp2-exact": tp2_exact,
+    "tp2": tp2,
 }
 
 
-async def run(setting: Setting, names: Sequence[str], save: Path | None, seconds: float, factor: float) -> int:
+async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path | None, seconds: float, factor: float) -> int:
     began, load, done, status = time.monotonic(), machine.load(), {}, 0
-    for name in names:
+    rig = Rig(setting=setting)
+
+    def saved() -> None:
+        if save is not None:
+            save.write_text(json.dumps(machine.document("gpu_vllm", load, {"factor": factor, "sections": done}), indent=1) + "\n")
+
+    for name, factor_of in wanted:
         left_s = seconds - (time.monotonic() - began)
         say(f"=== {name} ({left_s:.0f} s left)")
         found: dict[str, Any] = {}
         done[name] = found
         try:
             async with asyncio.timeout(max(1.0, left_s)):
-                await SECTIONS[name](setting, found, factor)
+                await SECTIONS[name](rig, found, factor_of)
         except (ShadowsupError, OSError, TimeoutError) as error:
             say(f"{name} failed: {type(error).__name__}: {error}")
             found["failed"], status = f"{type(error).__name__}: {error}", 1
-        if save is not None:
-            save.write_text(json.dumps(machine.document("gpu_vllm", load, {"factor": factor, "sections": done}), indent=1) + "\n")
+            await rig.clear()
+        saved()
+    await rig.clear()
+    saved()
     print(table(done))
     return status
 
@@ -269,13 +346,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kv", default="40GiB")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--seconds", type=float, default=3600.0, help="for everything")
-    parser.add_argument("--factor", type=float, default=1.0, help="of the numbers of kills")
+    parser.add_argument("--factor", type=float, default=1.0, help="of the numbers of kills; SECTION=F has its own")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.sections if name not in SECTIONS]:
-        parser.error(f"no section {unknown[0]}; there are {', '.join(SECTIONS)}")
+    wanted: list[tuple[str, float]] = []
+    for one in options.sections or list(SECTIONS):
+        name, _, own = one.partition("=")
+        if name not in SECTIONS:
+            parser.error(f"no section {name}; there are {', '.join(SECTIONS)}")
+        try:
+            wanted.append((name, float(own or options.factor)))
+        except ValueError:
+            parser.error(f"{one}: {own} is no factor")
     env = dict(one.split("=", 1) for one in options.env)
     setting = Setting(model=options.model, python=options.python, env=env, kv=options.kv)
-    return asyncio.run(run(setting, options.sections or list(SECTIONS), options.save, options.seconds, options.factor))
+    return asyncio.run(run(setting, wanted, options.save, options.seconds, options.factor))
 
 
 if __name__ == "__main__":
