@@ -87,17 +87,17 @@ class Launch:
     """Goes into the list of processes, for a supervisor that adopts the engine."""
 
 
-def placed(launch: Launch, gpus: tuple[str, ...] | None, *, verify: bool, hurry: bool = False) -> Launch:
+def placed(launch: Launch, gpus: tuple[str, ...] | None, *, verify: bool, hurry: bool = False, gentle: bool = False) -> Launch:
     """Return ``launch`` for other devices than the config's (None: for the same). ``verify``: every byte of weights is checked. ``hurry``:
-    clients wait for it."""
+    clients wait for it. ``gentle``: nobody does, and another one serves."""
     spec, env = launch.spec, dict(launch.env)
     if gpus is not None:
         env |= environment(gpus)
         spec = msgspec.structs.replace(spec, gpus=gpus) if spec is not None else None
     if verify and spec is not None:
         spec = msgspec.structs.replace(spec, verify="full")
-    if hurry and spec is not None:
-        spec = msgspec.structs.replace(spec, hurry=True)
+    if (hurry or gentle) and spec is not None:
+        spec = msgspec.structs.replace(spec, hurry=hurry, gentle=gentle)
     data = launch.data if gpus is None else {**launch.data, "gpus": ",".join(gpus)}
     return replace(launch, env=env, spec=spec, data=data)
 

@@ -24,7 +24,7 @@ from shadowsup.supervisor.recipe import CommandRecipe, KeptRecipe, Recipe
 from shadowsup.supervisor.recovery import RecoveryBook
 from shadowsup.supervisor.registry import Entry, Mark
 from shadowsup.supervisor.since import Since
-from shadowsup.wire.engine import Beat, EngineState, GatewayBeat, Promote, Report, Stop
+from shadowsup.wire.engine import Beat, EngineState, GatewayBeat, Hurry, Promote, Report, Stop
 from shadowsup.wire.sensor import SensorBeat
 
 log = logging.getLogger("shadowsup.worker")
@@ -275,7 +275,7 @@ class WorkerOwner:
     def _do(self, action: m.WorkerAction) -> None:
         match action:
             case m.Send(engine=engine, order=order):
-                if isinstance(order, Promote) and engine in self.engines:
+                if isinstance(order, Promote | Hurry) and engine in self.engines:
                     self.engines[engine].hurry()
                 self._node.beats.send(engine, order)
             case m.Spawn():
@@ -319,7 +319,7 @@ class WorkerOwner:
         line = self.lines.get(action.revision, self.line)
         try:
             launch = line.recipe.launch(action.engine, action.seq, beside=action.beside)
-            launch = placed(launch, action.gpus, verify=action.verify, hurry=action.hurry)
+            launch = placed(launch, action.gpus, verify=action.verify, hurry=action.hurry, gentle=action.refill)
         except SupervisorError as error:
             self.put(m.SpawnFailed(action.engine, action.how, error.message, error.hint))
             return

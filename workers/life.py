@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from shadowsup.wire.engine import (
     Fence,
     Fenced,
     FirstToken,
+    Hurry,
     Order,
     Phase,
     Promote,
@@ -119,6 +121,8 @@ class Life:
         self.loading: object = None
         """The adapter, before it is parked."""
         self._before_compiling: tuple[Phase, float] | None = None
+        self.hurried = threading.Event()
+        """Somebody waits for this engine, whatever it was started for."""
 
     # --- coming up -------------------------------------------------------------------------------------------------------------
 
@@ -327,6 +331,9 @@ class Life:
 
     def _on_order(self, order: Order) -> None:
         """Beat thread: hand ``order`` over."""
+        if isinstance(order, Hurry):
+            self.hurried.set()
+            return
         self._orders.append(order)
         if isinstance(order, Stop | Release):
             self.leaving.ask()

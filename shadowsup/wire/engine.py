@@ -92,6 +92,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Checksum of weights at attach: ``none | sample | full``."""
     hurry: bool = False
     """Clients wait for this engine: what only makes it a little faster later may be left out of its start."""
+    gentle: bool = False
+    """Another engine serves on the same device, and nobody waits for this one: heavy work of its start is spread out, until `Hurry`."""
     heartbeat_s: float = 0.2
     runtime_dir: str
     keeper_socket: str
@@ -246,6 +248,10 @@ class Promote(msgspec.Struct, frozen=True, kw_only=True, tag="promote"):
     fenced: bool = True
 
 
+class Hurry(msgspec.Struct, frozen=True, kw_only=True, tag="hurry"):
+    """The engine that served is lost, and you are still coming up: somebody waits for you. An engine of an older version ignores it."""
+
+
 class Fence(msgspec.Struct, frozen=True, kw_only=True, tag="fence"):
     """Every process of every earlier epoch is gone."""
 
@@ -331,7 +337,7 @@ class NodeFigures(msgspec.Struct, frozen=True, kw_only=True, tag="figures"):
     data: bytes
 
 
-Order = Promote | Fence | Canary | Drain | Release | Stop | Routes | DrainGateway | NodeFigures
+Order = Promote | Hurry | Fence | Canary | Drain | Release | Stop | Routes | DrainGateway | NodeFigures
 """Everything the supervisor sends from its ROUTER."""
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shadowsup.supervisor.policy.model import Desired, Ending, How, NurseryState, WorkerSettings
 from shadowsup.supervisor.policy.suspicion import Look
 from shadowsup.supervisor.protocol import Recovery
-from shadowsup.wire.engine import Beat, Canaried, Canary, Drain, Failed, Fence, Fenced, FirstToken, Promote, Promoted, Release, Stop
+from shadowsup.wire.engine import Beat, Canaried, Canary, Drain, Failed, Fence, Fenced, FirstToken, Hurry, Promote, Promoted, Release, Stop
 
 if TYPE_CHECKING:
     from shadowsup.supervisor.policy.past import Past
@@ -341,7 +341,7 @@ class Spawn:
 @dataclass(frozen=True)
 class Send:
     engine: str
-    order: Promote | Fence | Canary | Drain | Release | Stop
+    order: Promote | Hurry | Fence | Canary | Drain | Release | Stop
 
 
 @dataclass(frozen=True)

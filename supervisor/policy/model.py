@@ -144,6 +144,8 @@ class EngineRecord:
     """Has finished a step for a request: the worker works."""
     stale: bool = False
     """To be replaced when there is a better one."""
+    hurried: bool = False
+    """It was a refill, and was told that somebody waits for it."""
     excused: bool = False
     """Its end was asked for (drill, order): never counted as a failure."""
     stop: StopLadder | None = None

@@ -7,6 +7,7 @@ events arrive decides nothing, and a lost occasion is found again at the next ev
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
@@ -153,7 +154,10 @@ class Upkeep(Rolling, ABC):
         if self.desired is Desired.DRAIN and self.timeline is None:
             return  # nobody was lost while there was something to finish
         stuck_there = self._blocked() and not self._stranded()  # what loads on a quarantined device need not be waited for
-        if any((e.parked and not self._blocked()) or (e.loading and not stuck_there) for e in self.engines.values()):
+        if any(e.parked and not self._blocked() for e in self.engines.values()):
+            return
+        if not stuck_there and (coming := [e for e in self.engines.values() if e.loading]):
+            self._hurry(coming)
             return
         if self._waits_for_room():
             return
@@ -176,6 +180,13 @@ class Upkeep(Rolling, ABC):
         if self.nursery is NurseryState.STARTING and self.epoch == 0 and self._service.in_a_row == 0:
             return  # its imports are the longest part of a cold start too: wait for it
         self._spawn(now_s, refill=False)
+
+    def _hurry(self, coming: Iterable[EngineRecord]) -> None:
+        """What was started as a shadow, at low priority, is waited for now."""
+        for engine in coming:
+            if engine.refill and not engine.hurried and engine.vitals.beat is not None:
+                engine.hurried = True
+                self._do(m.Send(engine.id, w.Hurry()))
 
     def _end_all(self, now_s: float) -> None:
         for engine in self.engines.values():

@@ -8,7 +8,7 @@ from policy_world import World
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import HangLimits
 from shadowsup.supervisor.policy.model import How, NurseryState, WorkerSettings, WorkerState
-from shadowsup.wire.engine import Drain, EngineState, Fence, Fenced, Phase, Promote, Release, Stop
+from shadowsup.wire.engine import Drain, EngineState, Fence, Fenced, Hurry, Phase, Promote, Release, Stop
 
 
 def world(*, shadows: int = 1, nursery: NurseryState = NurseryState.READY, obeys: bool = True, **settings: object) -> World:
@@ -237,6 +237,32 @@ def test_a_recovery_has_its_timeline() -> None:
     assert recovery.fence_ms == pytest.approx(100)
     assert recovery.refill_ms == pytest.approx(1100)
     assert (recovery.blocks_kept, recovery.blocks_dropped, recovery.requests_resumed) == (7, 1, 3)
+
+
+@pytest.mark.parametrize("heard", ["before", "after"])
+def test_a_shadow_that_is_waited_for_before_it_has_come_up_is_told_so_once(heard: str) -> None:
+    w = world()
+    w.serve(shadows=0)
+    if heard == "before":
+        w.beat("chat.2", EngineState.LOADING)
+        assert w.sent(Hurry) == []
+    w.die("chat.1")
+    w.beat("chat.2", EngineState.LOADING)
+    w.beat("chat.2", EngineState.WARMING)
+    assert w.sent(Hurry) == [m.Send("chat.2", Hurry())]
+    w.park("chat.2")
+    assert w.promotions[-1][0] == "chat.2"
+
+
+def test_nobody_hurries_while_another_shadow_is_parked() -> None:
+    w = world(shadows=2)
+    w.serve(shadows=1)
+    loading = w.spawns[-1].engine
+    w.beat(loading, EngineState.LOADING)
+    w.die("chat.1")
+    assert w.promotions[-1][0] == "chat.2"
+    w.beat(loading, EngineState.WARMING)
+    assert w.sent(Hurry) == []
 
 
 def test_without_a_parked_shadow_the_loading_one_is_awaited() -> None:

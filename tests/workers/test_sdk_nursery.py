@@ -236,6 +236,29 @@ def test_children_are_fresh(world: World, nurseries: Nurseries) -> None:
     assert kept.forked.pid != os.getpid()
 
 
+def test_a_child_keeps_what_the_gpus_driver_has_open_and_nothing_else(tmp_path: Path) -> None:
+    """NVML uses its descriptors again, in a child too."""
+    code = """
+import os, socket, sys
+from pathlib import Path
+from shadowsup.workers import fork_child
+folder = Path(sys.argv[1])
+fork_child.DRIVER_FILES = str(folder / "nvidia")
+for name in ("nvidiactl", "nvidia0", "other"):
+    (folder / name).touch()
+opened = {name: os.open(folder / name, os.O_RDWR) for name in ("nvidiactl", "nvidia0", "other")}
+out, life = os.dup(1), os.pipe()[0]
+assert fork_child.take_descriptors(fork_child.Inheritance(life, out, out)) == life
+left = {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if os.path.exists(entry)}
+print(left == {0, 1, 2, life, opened["nvidiactl"], opened["nvidia0"]}, sorted(left), opened, flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=PATIENCE_S
+    )
+    assert done.stdout.startswith("True"), done
+
+
 def test_a_new_supervisor_is_told_who_lives_and_who_has_died_meanwhile(world: World, nurseries: Nurseries) -> None:
     first = nurseries.start()
     path = first.socket.getpeername()

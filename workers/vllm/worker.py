@@ -5,12 +5,13 @@ With one rank vLLM runs it in EngineCore's process, with several each in one of 
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.vllm import current, graphs, kv_memory, loader, refuse, sampling
+from shadowsup.workers.vllm import current, graphs, kv_memory, loader, pacing, refuse, sampling
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -70,8 +71,11 @@ class KeptWorker(Worker):
         memory.hold()
 
     def compile_or_warm_up_model(self) -> Any:
-        result = super().compile_or_warm_up_model()
-        sampling.warm(self.model_runner)
+        with contextlib.ExitStack() as stack:
+            if self._kept.spec.gentle and self.device.type == "cuda" and self.parallel_config.world_size == 1:
+                stack.enter_context(pacing.beside_another(self.vllm_config, current.life().hurried.is_set))
+            result = super().compile_or_warm_up_model()
+            sampling.warm(self.model_runner)
         if self.device.type == "cuda":
             import torch
 
