@@ -1,7 +1,7 @@
 """vLLM on a GPU, seen by clients: ``python benchmarks/gpu_vllm.py --model FOLDER --save FILE [--python P] [--env K=V …] [SECTION …]``.
 
 FOLDER has an 8B Llama's config and a tokenizer; weights are random (``load_format: dummy``), so none are needed. Runs unattended; what is
-done is saved after each section, so that a time limit loses nothing. Sections:
+done is saved after each section, so that a time limit loses nothing; sections of FILE that are not run now stay in it. Sections:
 
 * ``shadow``: a parked shadow, 32 streams over 256k tokens of KV; by turns the API server and the EngineCore are killed. bfloat16 is not
   batch-invariant: a stream that goes on another way than undisturbed is counted as diverged, one that broke or ended early as wrong.
@@ -232,7 +232,7 @@ async def beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
     await node.wait_for("healthy", "chat", 180.0)
     await streams_at(node.url, 16, 1000, 100)
     before = found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 1500))
-    asked = asyncio.create_task(streams_at(node.url, 16, 1000, 3000))
+    asked = asyncio.create_task(streams_at(node.url, 16, 1000, 7000))
     await asyncio.sleep(2.0)
     os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -291,13 +291,15 @@ SECTIONS: dict[str, Callable[[Rig, dict[str, Any], float], Awaitable[None]]] = {
 }
 
 
-async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path | None, seconds: float, factor: float) -> int:
+async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path | None, seconds: float) -> int:
     began, load, done, status = time.monotonic(), machine.load(), {}, 0
-    rig = Rig(setting=setting)
+    rig, vllm = Rig(setting=setting), await version(setting)
+    before: dict[str, Any] = json.loads(save.read_text())["sections"] if save is not None and save.exists() else {}
 
     def saved() -> None:
         if save is not None:
-            save.write_text(json.dumps(machine.document("gpu_vllm", load, {"factor": factor, "sections": done}), indent=1) + "\n")
+            sections = before | {name: {"date": today(), "vllm_version": vllm, **found} for name, found in done.items()}
+            save.write_text(json.dumps(machine.document("gpu_vllm", load, {"sections": sections}), indent=1) + "\n")
 
     for name, factor_of in wanted:
         left_s = seconds - (time.monotonic() - began)
@@ -316,6 +318,17 @@ async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path 
     saved()
     print(table(done))
     return status
+
+
+async def version(setting: Setting) -> str:
+    """Return that of the vLLM which is measured."""
+    command = [setting.python, "-c", "from importlib.metadata import version; print(version('vllm'))"]
+    asked = await asyncio.create_subprocess_exec(*command, env=os.environ | setting.env, stdout=asyncio.subprocess.PIPE)
+    return (await asked.communicate())[0].decode().strip() or "?"
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def table(done: dict[str, Any]) -> str:
@@ -359,7 +372,7 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"{one}: {own} is no factor")
     env = dict(one.split("=", 1) for one in options.env)
     setting = Setting(model=options.model, python=options.python, env=env, kv=options.kv)
-    return asyncio.run(run(setting, wanted, options.save, options.seconds, options.factor))
+    return asyncio.run(run(setting, wanted, options.save, options.seconds))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,13 @@ from shadowsup.supervisor.bench.tables import Table, milliseconds, setting, tabl
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("failover", "failover-4-streams", "failover-8-streams", "throughput", "neighbour", "gateway", "supervisor", "chaos")
-GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_failover-h200-3", "gpu_neighbours-h200-x2")
+GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_failover-h200-3", "gpu_failover-h200-4", "gpu_neighbours-h200-x2")
 """Names of the files, without their ending."""
+
+SUPERSEDED = {"gpu_failover-h200-3": ("shadow",)}
+"""Sections that were measured again with later code: not shown."""
+
+VLLM = "gpu_vllm-h200"
 
 SMALL_KV_OF_TOKEN = 2 * 30 * 3 * 64 * 4
 """Bytes of K and V that a token takes in the shape of SmolLM2-135M: layers, KV heads, head size, float32."""
@@ -26,8 +32,14 @@ SMALL_KV_OF_TOKEN = 2 * 30 * 3 * 64 * 4
 
 def documents(folder: Path, names: Sequence[str] = ORDER) -> list[dict[str, Any]]:
     """Return the results that there are, in order."""
-    files = [folder / f"{name}.json" for name in names]
-    return [json.loads(file.read_text()) for file in files if file.exists()]
+    found = []
+    for file in (folder / f"{name}.json" for name in names):
+        if file.exists():
+            document = json.loads(file.read_text())
+            for section in SUPERSEDED.get(file.stem, ()):
+                document["sections"].pop(section, None)
+            found.append(document)
+    return found
 
 
 def block(found: Sequence[dict[str, Any]]) -> str:
@@ -170,6 +182,87 @@ def _gpu_notes(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return notes
 
 
+def vllm_block(found: Sequence[dict[str, Any]]) -> str:
+    """Return what is said of vLLM on a GPU, from a document of `gpu_vllm.py`; nothing where there is none."""
+    text = ""
+    for document in found:
+        sections: dict[str, Any] = document["sections"]
+        versions = ", ".join(dict.fromkeys(section["vllm_version"] for section in sections.values()))
+        text += f"\n### vLLM on an H200\n\nvLLM {versions}, by [benchmarks/gpu_vllm.py](benchmarks/gpu_vllm.py).\n"
+        table = vllm_table(sections)
+        text += f"\n**{table.title}**\n\n{_markdown(table)}\n\n"
+        text += "".join(f"- {note}\n" for note in table.notes)
+        text += f"\n<sub>{setting(document)}.</sub>\n\n"
+    return text
+
+
+_KILLED = {"core": "EngineCore", "api": "API server", "rank0": "rank 0 of 2", "rank1": "rank 1 of 2"}
+_THEN = {
+    "shadow": "shadow",
+    "exact": "shadow, batch-invariant",
+    "tp2": "shadow, two GPUs",
+    "tp2-exact": "shadow, two GPUs, batch-invariant",
+    "respawn": "no shadow: respawn",
+}
+
+
+def vllm_table(sections: Mapping[str, Any]) -> Table:
+    """Return a row for each process that was killed, by section."""
+    rows = []
+    for section, then in _THEN.items():
+        for case in ("256k tokens", "16 streams"):
+            for which, result in sections.get(section, {}).get(case, {}).items():
+                seen = result["node_ms"]["death_seen"]
+                rows.append(
+                    [
+                        f"{_KILLED[which]}: {then}",
+                        f"{result['kv_in_use'] / 1e9:.1f} GB",
+                        f"{result['plan']['streams']}",
+                        f"{result['plan']['kills']}",
+                        *_ranks(result["client"]["each_stream_ms"]),
+                        milliseconds(seen and seen["p50"]),
+                        f"{result['streams_broken']} of {result['streams_killed']}",
+                        f"{len(result['wrong'])}",
+                        f"{result['diverged']} of {result['streams_killed']}",
+                    ]
+                )
+    columns = ("killed, then", "KV in use", "streams", "kills", "token p50", "p99", "max", "death seen", "broken", "wrong", "diverged")
+    return Table(title="Failover, seen by each client", columns=columns, rows=rows, notes=_vllm_notes(sections))
+
+
+def _vllm_notes(sections: Mapping[str, Any]) -> list[str]:
+    notes = [
+        "An 8B Llama's shape in bfloat16, random weights, vLLM's defaults. Tokens are compared with an undisturbed run; a stream that went "
+        "on with others counts as diverged, since vLLM's steps depend on who is in the batch unless it is told to be batch-invariant."
+    ]
+    if plain := sections.get("plain"):
+        first = plain["first_token_s"]
+        listed = " and ".join(f"{one:.1f} s" for one in first)
+        notes.append(
+            f"Plain vLLM, killed and restarted at once ({len(first)} times): the first token of a prompt of 4,000 tokens after {listed}; "
+            "its clients' streams are lost, and its KV."
+        )
+    if steady := sections.get("throughput"):
+        node, vllm = (statistics.median(steady[name]) for name in ("node", "vllm"))
+        notes.append(
+            f"Steady, 32 streams with prompts of 1,000 tokens, {len(steady['node'])} rounds each: {node:,.0f} tokens/s on a node with a "
+            f"parked shadow, {vllm:,.0f} with plain vLLM; with shadowsup {steady['share']:.1%} of without."
+        )
+    if beside := sections.get("beside"):
+        quiet, busy = beside["undisturbed"]["gap_ms"], beside["a shadow starts"]["gap_ms"]
+        covered = "" if beside["within the streams"] else " (the streams ended before that)"
+        notes.append(
+            f"While a shadow starts beside 16 streams, until it is parked after {beside['parked_after_s']:.0f} s{covered}: from token to "
+            f"token p50 {busy['p50']:.1f}, p99 {busy['p99']:.1f}, at most {busy['max']:.1f} ms; undisturbed {quiet['p50']:.1f}, "
+            f"{quiet['p99']:.1f}, {quiet['max']:.1f}."
+        )
+    memory = [sections.get(name, {}).get("memory") for name in ("shadow", "respawn")]
+    if all(memory):
+        took, kept = (memory[0]["used"] - memory[1]["used"]) / 1e9, memory[0]["kept"] / 1e9
+        notes.append(f"A parked shadow takes {took:.1f} GB of the device, besides {kept:.0f} GB that all engines share.")
+    return notes
+
+
 def replaced(readme: str, text: str, name: str = "results") -> str:
     """Return ``readme`` with ``text`` between the markers ``name``.
 
@@ -191,7 +284,8 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     before = path.read_text()
     results = root / "benchmarks" / "results"
     after = replaced(before, block(documents(results)))
-    after = replaced(after, gpu_block(documents(results, GPU_ORDER)), "results-gpu")
+    vllm = vllm_block(documents(results, [VLLM]))
+    after = replaced(after, gpu_block(documents(results, GPU_ORDER)) + vllm, "results-gpu")
     if before == after:
         return 0
     if options.check:

@@ -66,6 +66,8 @@ PROMOTE_BOUND_S = 10.0
 """A promotion takes milliseconds; far beyond that another engine is tried."""
 FIRST_BEAT_S = 10.0
 """A fork of a healthy nursery beats within 0.1 s; one that hung in a lock it inherited never does."""
+FORKS_TRIED = 1
+"""So often a shadow, for which nobody waits, tries the nursery again after a fork that did not come up: it may have been chance."""
 REFILL_DELAY_S = 1.0
 """A refill waits for the first token of the successor, at most this long (there may be no traffic)."""
 ORDER_GRACE_S = 5.0
@@ -144,6 +146,8 @@ class EngineRecord:
     """Has finished a step for a request: the worker works."""
     stale: bool = False
     """To be replaced when there is a better one."""
+    fork_blamed: bool = False
+    """That it did not come up was held against its nursery."""
     hurried: bool = False
     """It was a refill, and was told that somebody waits for it."""
     excused: bool = False

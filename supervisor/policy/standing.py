@@ -69,7 +69,8 @@ class Standing:
         self._verify = False
         """The next engine makes sure of its weights."""
         self._down_by_quarantine = False
-        self._fork_trusted = True
+        self._forks_failed = 0
+        """In a row, since this nursery came up: engines that it forked and that did not park."""
         self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._next_seq = 1

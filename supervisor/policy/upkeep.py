@@ -13,6 +13,7 @@ from shadowsup.supervisor.policy import ladder
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import (
     FIRST_BEAT_S,
+    FORKS_TRIED,
     ORDER_AGAIN_S,
     PROMOTE_BOUND_S,
     REFILL_DELAY_S,
@@ -78,7 +79,7 @@ class Upkeep(Rolling, ABC):
         if engine.vitals.beat is None and engine.how is How.NURSERY and engine.pid is not None:
             silent_s = max(engine.spawned_s, engine.adopted_s)
             if now_s >= silent_s + FIRST_BEAT_S:
-                self._fork_trusted = False
+                self._distrust_fork(engine)
                 return (Fault.START, f"no sign of life {FIRST_BEAT_S:g} s after the {'adoption' if engine.adopted_s else 'fork'}"), now_s
             due_s = silent_s + FIRST_BEAT_S
         if engine.parked_s is None and engine.epoch == 0:
@@ -245,7 +246,8 @@ class Upkeep(Rolling, ABC):
 
     def _spawn(self, now_s: float, *, refill: bool, settings: WorkerSettings | None = None) -> None:
         settings = settings or self.settings
-        how = How.NURSERY if self._nursery_of(settings) is NurseryState.READY and self._fork_trusted else How.COLD
+        forks = self._nursery_of(settings) is NurseryState.READY and self._forks_failed <= (FORKS_TRIED if refill else 0)
+        how = How.NURSERY if forks else How.COLD
         seq = self._next_seq
         self._next_seq += 1
         engine = EngineRecord(
@@ -265,6 +267,17 @@ class Upkeep(Rolling, ABC):
         where, hurry = engine.gpus if self.moved else None, not refill and self.timeline is not None
         self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside, where, self._verify, hurry))
         self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
+
+    def _distrust_fork(self, engine: EngineRecord) -> None:
+        """What ended ``engine`` may be something that it has from its nursery."""
+        if engine.fork_blamed:
+            return
+        engine.fork_blamed = True
+        self._forks_failed += 1
+        if self._forks_failed == FORKS_TRIED + 1:
+            text = f"{self._forks_failed} engines of {self.settings.name} that the nursery forked have not come up, at last {engine.id}"
+            hint = "engines are started without it now, which takes longer; see their logs, and that of the nursery"
+            self._do(m.Announce("nursery.distrusted", f"{text}: {hint}", "warning", engine.id))
 
     def _drain_active(self, now_s: float) -> None:
         active = self.active

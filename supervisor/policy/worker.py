@@ -209,7 +209,8 @@ class WorkerPolicy(Upkeep):
             rollout.nursery = event.state
         if rollout is not None and revision == rollout.origin.revision:
             rollout.origin_nursery = event.state
-        self._fork_trusted = self._fork_trusted or event.state is NurseryState.READY
+        if event.state is NurseryState.READY:
+            self._forks_failed = 0
 
     def _spawned(self, event: m.Spawned) -> None:
         engine = self.engines.get(event.engine)
@@ -224,7 +225,7 @@ class WorkerPolicy(Upkeep):
         self._do(m.Announce("engine.spawn_failed", f"{engine.id} could not be started: {event.message}", "error", engine.id))
         self._do(m.Forget(engine.id))
         if event.how is How.NURSERY:
-            self._fork_trusted = False
+            self._distrust_fork(engine)
         elif not engine.dying:
             engine.message, engine.hint, engine.fatal = event.message, event.hint, event.fatal
             if not self._blame(engine, "could not be started", now_s):
@@ -267,6 +268,8 @@ class WorkerPolicy(Upkeep):
 
     def _parked(self, engine: EngineRecord, now_s: float) -> None:
         engine.parked_s = now_s
+        if engine.how is How.NURSERY:
+            self._forks_failed = 0
         self._verify = False
         self._identify(engine)
         if self.cold_start_s is None:
@@ -451,7 +454,7 @@ class WorkerPolicy(Upkeep):
         if engine.excused or engine.committed:
             return
         if engine.how is How.NURSERY and engine.parked_s is None:
-            self._fork_trusted = False  # whatever it was, the next one shall not have inherited it
+            self._distrust_fork(engine)  # whatever it was, the next one shall not have inherited it
         self._explain(f"{engine.id}: {what}")
         if engine.parked_s is not None and engine.epoch == 0 and now_s - engine.parked_s >= PROVEN_PARKED_S:
             return

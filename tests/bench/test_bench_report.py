@@ -147,6 +147,54 @@ def test_the_runs_on_a_gpu_make_one_table(report: ModuleType, on_a_gpu: list[dic
     assert "takes 1.05 GB of the device, besides 102 GB" in notes
 
 
+@pytest.fixture
+def of_vllm() -> dict[str, Any]:
+    """A document of gpu_vllm.py."""
+    kills = {**MODE, "plan": {"kills": 2, "streams": 8}, "wrong": ["HTTP 503"], "diverged": 1, "kv_in_use": 32_000_000_000}
+    gap = {"p50": 5.0, "p99": 6.0, "max": 9.0}
+    sections = {
+        "respawn": {"256k tokens": {"core": kills}, "memory": {"used": 62_000_000_000, "kept": 59_000_000_000}},
+        "shadow": {"256k tokens": {"core": kills, "api": kills}, "memory": {"used": 65_400_000_000, "kept": 59_000_000_000}},
+        "exact": {"failed": "TimeoutError: "},
+        "tp2-exact": {"16 streams": {"rank1": kills}},
+        "throughput": {"node": [5100.0, 5200.0], "vllm": [5000.0, 5020.0], "share": 1.028},
+        "plain": {"first_token_s": [37.33, 37.74]},
+        "beside": {
+            "undisturbed": {"gap_ms": gap},
+            "a shadow starts": {"gap_ms": {"p50": 5.5, "p99": 8.5, "max": 23.0}},
+            "parked_after_s": 30.29,
+            "within the streams": False,
+        },
+    }
+    dated = {name: {"date": "2026-11-30", "vllm_version": "0.26.0", **section} for name, section in sections.items()}
+    return machine.document("gpu_vllm", {"1m": 0.1, "5m": 0.1, "quiet": True}, {"sections": dated})
+
+
+def test_what_vllm_did_is_told_by_the_process_that_was_killed(report: ModuleType, of_vllm: dict[str, Any]) -> None:
+    made = report.vllm_table(of_vllm["sections"])
+    figures = ["32.0 GB", "8", "2", "190 ms", "380 ms", "570 ms", "1.00 ms", "0 of 16", "1", "1 of 16"]
+    assert made.rows == [
+        ["EngineCore: shadow", *figures],
+        ["API server: shadow", *figures],
+        ["rank 1 of 2: shadow, two GPUs, batch-invariant", *figures],
+        ["EngineCore: no shadow: respawn", *figures],
+    ]
+    notes = "\n".join(made.notes)
+    assert "killed and restarted at once (2 times): the first token of a prompt of 4,000 tokens after 37.3 s and 37.7 s" in notes
+    assert "5,150 tokens/s on a node with a parked shadow, 5,010 with plain vLLM; with shadowsup 102.8% of without" in notes
+    assert "parked after 30 s (the streams ended before that): from token to token p50 5.5, p99 8.5, at most 23.0 ms" in notes
+    assert "takes 3.4 GB of the device, besides 59 GB" in notes
+    assert "### vLLM on an H200\n\nvLLM 0.26.0, by" in report.vllm_block([of_vllm])
+    assert report.vllm_block([]) == ""
+
+
+def test_what_was_measured_again_since_is_not_shown(report: ModuleType, tmp_path: Path, on_a_gpu: list[dict[str, Any]]) -> None:
+    ((name, sections),) = report.SUPERSEDED.items()
+    (tmp_path / f"{name}.json").write_text(json.dumps(on_a_gpu[0]))
+    (found,) = report.documents(tmp_path, [name])
+    assert set(on_a_gpu[0]["sections"]) - set(found["sections"]) == set(sections)
+
+
 def test_the_block_of_the_gpu_is_checked_too(
     report: ModuleType, tmp_path: Path, on_a_gpu: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

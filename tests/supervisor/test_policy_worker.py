@@ -68,6 +68,48 @@ def test_a_fork_that_never_beats_is_replaced_by_a_cold_spawn() -> None:
     assert [s.how for s in w.spawns] == [How.NURSERY, How.COLD]
 
 
+def test_a_shadow_tries_the_nursery_once_more_and_then_nobody_does() -> None:
+    w = world()
+    w.run()
+    w.fail("chat.1", "The operating system has blocked the request.")
+    w.die("chat.1", 1)
+    w.advance(2.0)
+    w.park("chat.2")
+    w.promoted("chat.2")
+    w.advance(2.0)
+    assert [s.how for s in w.spawns] == [How.NURSERY, How.COLD, How.NURSERY]
+    assert w.announced("nursery.distrusted") == []
+    w.fail("chat.3", "The operating system has blocked the request.")
+    w.die("chat.3", 1)
+    w.advance(60.0)
+    assert w.spawns[-1].how is How.COLD
+    (told,) = w.announced("nursery.distrusted")
+    assert told.level == "warning" and "chat.3" in told.message
+    w.tell(m.NurseryChanged(NurseryState.STARTING))
+    w.tell(m.NurseryChanged(NurseryState.READY))
+    w.park("chat.4")
+    w.die("chat.2")
+    w.promoted("chat.4")
+    w.advance(2.0)
+    assert w.spawns[-1].how is How.NURSERY, "another nursery has what the one before had not"
+
+
+def test_a_fork_that_parks_makes_good_for_one_that_did_not() -> None:
+    w = world()
+    w.run()
+    w.die("chat.1", 1)
+    w.advance(2.0)
+    w.park("chat.2")
+    w.promoted("chat.2")
+    w.advance(2.0)
+    w.park("chat.3")
+    w.die("chat.2")
+    w.promoted("chat.3")
+    w.die("chat.3")
+    w.advance(2.0)
+    assert not w.spawns[-1].refill and w.spawns[-1].how is How.NURSERY, "somebody waits for it"
+
+
 def test_a_refused_fork_is_followed_by_a_cold_spawn_at_once_and_not_counted() -> None:
     w = world()
     w.run()
