@@ -34,7 +34,7 @@ from shadowsup.supervisor.policy.model import How
 from shadowsup.supervisor.process import Child, Ended, Lifeline, SpawnPlan
 from shadowsup.supervisor.registry import Entry, Registry
 from shadowsup.supervisor.scribe_client import ScribeClient
-from shadowsup.supervisor.tether import Tether
+from shadowsup.supervisor.tether import Tether, stuck
 from shadowsup.supervisor.tree import TAG_NAME, Tree, tag, unlink_shm
 from shadowsup.wire.engine import SPEC_VARIABLE, EngineSpec
 
@@ -294,6 +294,8 @@ class EngineProcess:
         self._child.signal_group(signal.SIGKILL)
         if self._ending is None:
             self._ending = self._host.spawn_task(self._end(self._child))
+            if self._launch.spec is not None:
+                self._host.spawn_task(self._look_whether_stuck(self._child.pid))
 
     async def gone(self) -> None:
         """Wait for the end of its leader."""
@@ -357,6 +359,14 @@ class EngineProcess:
         if not self._frozen and not self._writing:
             self._frozen = True
             self._tell(m.Frozen(self.id))
+
+    async def _look_whether_stuck(self, leader: int) -> None:
+        def writers() -> list[int]:
+            owners = [tether.owner for tether in (self._tether, *self._ranks) if tether is not None]
+            return [] if self._frozen else [owner or leader for owner in owners] or [leader]
+
+        if await stuck(writers) and not self._frozen:
+            self._tell(m.Stuck(self.id))
 
     def _eof(self) -> None:
         if self._frozen:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from shadowsup.robust_mutex import RobustMutex
@@ -23,7 +23,14 @@ MOST_LOOK_S = 2.0
 """Between two looks whether an engine that has just started holds its end: doubles from the first to the most, so that one that never
 takes it costs next to nothing."""
 FREEZE_LOOK_S = 0.0002
-FREEZE_FOR_S = 0.1
+FREEZE_SOON_S = 0.1
+LATE_LOOK_S = 0.005
+"""Between two looks from `FREEZE_SOON_S` after a death on: what is left waits for a processor."""
+FREEZE_FOR_S = 5.0
+"""Longer than anybody waits for it."""
+STUCK_FROM_S, STUCK_LOOK_S, STUCK_LOOKS = 0.05, 0.025, 3
+"""A healthy tree has left its memory before the first look at whether it is stuck; the last of these is 0.1 s after the kill. A thread may
+wait in the kernel for a moment on its way out: stuck is what every look finds there."""
 
 log = logging.getLogger("shadowsup.tether")
 
@@ -43,7 +50,7 @@ class Tether:
         self._over = threading.Event()
         self._watched = False
         self.owner = 0
-        """Who held the other end when it died; 0: nobody has died."""
+        """Who holds the other end, or held it when it died; 0: nobody has taken it yet."""
 
     def watch(self, pid: int, died: Callable[[], None], frozen: Callable[[], None]) -> None:
         """Have ``died`` and then ``frozen`` called on the running loop. Neither comes when the engine ends without having taken its end.
@@ -66,8 +73,8 @@ class Tether:
                     if self._over.wait(pause_s):
                         return
                     pause_s = min(2 * pause_s, MOST_LOOK_S)
+                self.owner = self._mutex.owner or pid
                 if self._mutex.wait_for_death():
-                    self.owner = self._mutex.owner or pid
                     tell(died)
                     if left_its_memory(self.owner, FREEZE_FOR_S):
                         tell(frozen)
@@ -85,12 +92,47 @@ class Tether:
 
 def left_its_memory(pid: int, timeout_s: float) -> bool:
     """Wait until no thread of the (dying) process has an address space. False: some still had after ``timeout_s``."""
-    deadline_s = time.monotonic() + timeout_s
+    began_s = time.monotonic()
     while _has_memory(pid):
-        if time.monotonic() >= deadline_s:
+        spent_s = time.monotonic() - began_s
+        if spent_s >= timeout_s:
             return False
-        time.sleep(FREEZE_LOOK_S)
+        time.sleep(FREEZE_LOOK_S if spent_s < FREEZE_SOON_S else LATE_LOOK_S)
     return True
+
+
+async def stuck(pids: Callable[[], Collection[int]]) -> bool:
+    """Look, from the kill on, whether the kernel keeps one of these processes in their memory. Returns when that is known, 0.1 s later.
+
+    What waits for a processor is not stuck, however long that takes.
+    """
+    await asyncio.sleep(STUCK_FROM_S)
+    kept = await asyncio.to_thread(_kept_by_the_kernel, pids())
+    for _ in range(STUCK_LOOKS - 1):
+        if not kept:
+            break
+        await asyncio.sleep(STUCK_LOOK_S)
+        kept &= await asyncio.to_thread(_kept_by_the_kernel, pids())
+    return bool(kept)
+
+
+def _kept_by_the_kernel(pids: Collection[int]) -> frozenset[str]:
+    """Return the threads of ``pids`` that have memory and wait for something that no signal ends (D state)."""
+    found = set()
+    for pid in pids:
+        try:
+            found |= {task.name for task in Path(f"/proc/{pid}/task").iterdir() if _waits_in_the_kernel(task) and _task_has_memory(task)}
+        except OSError:  # reaped, or out of descriptors
+            continue
+    return frozenset(found)
+
+
+def _waits_in_the_kernel(task: Path) -> bool:
+    try:
+        # The name, in parentheses, may hold anything; the state follows its last one.
+        return (task / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"D"
+    except (OSError, IndexError):
+        return False
 
 
 def _has_memory(pid: int) -> bool:

@@ -69,6 +69,13 @@ class Frozen:
 
 
 @dataclass(frozen=True)
+class Stuck:
+    """A process of the engine that was killed has not left its memory: the kernel keeps it (D state), nobody knows for how long."""
+
+    engine: str
+
+
+@dataclass(frozen=True)
 class Gone:
     """No process of the tree is left. ``status``: return code of its leader; ``output``: its last lines."""
 
@@ -296,6 +303,7 @@ WorkerEvent = (
     | Reported
     | Died
     | Frozen
+    | Stuck
     | Gone
     | Explained
     | Examined

@@ -61,7 +61,11 @@ class NurseryState(enum.Enum):
 
 
 FREEZE_BOUND_S = 0.1
-"""After a verdict, how long to wait for the last EOF of a tree before its KV is given up (architecture, Failover)."""
+"""After a verdict, how long to wait for the last EOF of a tree that is stuck in the kernel before its KV is given up (architecture,
+Failover)."""
+FREEZE_MOST_S = 1.0
+"""The same for a tree that is not known to be stuck: what was killed and waits for a processor, to end on it, ends soon. To compute the KV
+again takes such a machine longer than this."""
 PROMOTE_BOUND_S = 10.0
 """A promotion takes milliseconds; far beyond that another engine is tried."""
 FIRST_BEAT_S = 10.0
@@ -194,6 +198,8 @@ class EngineRecord:
     killed_s: float | None = None
     kill_again_s: float = 0.0
     frozen_s: float | None = None
+    stuck: bool = False
+    """Killed, it hangs in the kernel: when it leaves its memory is not known."""
     exit: str = ""
 
     @property

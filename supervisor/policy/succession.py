@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shadowsup.supervisor.policy.model import FREEZE_BOUND_S, EngineRecord
+from shadowsup.supervisor.policy.model import FREEZE_BOUND_S, FREEZE_MOST_S, EngineRecord
 from shadowsup.wire.engine import EngineState
 
 FRESH_S = 1.0
@@ -173,7 +173,7 @@ class Succession:
             # An engine that is being stopped by order has no verdict yet: its memory is not anybody else's before it is dead.
             if any(e.verdict_s is None for e in unfrozen):
                 return float("inf")
-            give_up_s = max(e.verdict_s or 0.0 for e in unfrozen) + FREEZE_BOUND_S
+            give_up_s = max((e.verdict_s or 0.0) + (FREEZE_BOUND_S if e.stuck else FREEZE_MOST_S) for e in unfrozen)
             if now_s < give_up_s:
                 return give_up_s
         keep = not unfrozen and candidate.kv_set == kv_set and not self._distrusted

@@ -86,6 +86,9 @@ class WorkerPolicy(Upkeep):
                 self._died(event, now_s)
             case m.Frozen():
                 self._frozen(self.engines.get(event.engine), now_s)
+            case m.Stuck(engine=name):
+                if name in self.engines:
+                    self.engines[name].stuck = True
             case m.Gone():
                 self._gone(event, now_s)
             case m.NurseryChanged():

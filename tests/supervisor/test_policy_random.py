@@ -67,6 +67,12 @@ class AnyOrder(RuleBasedStateMachine):
             self.world.tell(m.Died(engine, -9))
 
     @rule(number=st.integers(0, 5))
+    def find_it_stuck_in_the_kernel(self, number: int) -> None:
+        engine = self.pick(number)
+        if engine is not None and not self.world.bodies[engine].frozen:
+            self.world.tell(m.Stuck(engine))
+
+    @rule(number=st.integers(0, 5))
     def freeze(self, number: int) -> None:
         engine = self.pick(number)
         if engine is not None:

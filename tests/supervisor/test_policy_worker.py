@@ -157,21 +157,47 @@ def test_nothing_is_promoted_before_the_old_tree_is_frozen() -> None:
     assert w.promotions[-1][1] == Promote(epoch=2, keep_kv=True, fenced=False)
 
 
-def test_a_tree_that_does_not_freeze_costs_the_kv_and_not_the_service() -> None:
+@pytest.mark.parametrize(("stuck", "bound_s"), [(True, 0.1), (False, 1.0)])
+def test_a_tree_that_does_not_freeze_costs_the_kv_and_not_the_service(stuck: bool, bound_s: float) -> None:
     w = world(obeys=False)
     w.serve()
     w.tell(m.Died("chat.1"))
-    w.advance(0.09)
+    if stuck:
+        w.tell(m.Stuck("chat.1"))
+    w.advance(bound_s - 0.01)
     assert len(w.promotions) == 1
     w.advance(0.02)
     assert w.promotions[-1] == ("chat.2", Promote(epoch=2, keep_kv=False, fenced=True))
     assert w.announced("worker.kv_dropped")
 
 
+def test_a_tree_that_only_waits_for_a_processor_keeps_the_kv() -> None:
+    """On a busy machine what was killed may not run for more than 0.1 s, not even to end."""
+    w = world(obeys=False)
+    w.serve()
+    w.tell(m.Died("chat.1"))
+    w.advance(0.5)
+    assert len(w.promotions) == 1
+    w.bodies["chat.1"].frozen = True
+    w.tell(m.Frozen("chat.1"))
+    assert w.promotions[-1] == ("chat.2", Promote(epoch=2, keep_kv=True, fenced=False))
+
+
+def test_what_turns_out_to_be_stuck_is_waited_for_no_longer() -> None:
+    w = world(obeys=False)
+    w.serve()
+    w.tell(m.Died("chat.1"))
+    w.advance(0.15)
+    assert len(w.promotions) == 1
+    w.tell(m.Stuck("chat.1"))
+    assert w.promotions[-1] == ("chat.2", Promote(epoch=2, keep_kv=False, fenced=True))
+
+
 def test_shadows_that_hold_the_given_up_kv_never_keep_it() -> None:
     w = world(shadows=2, obeys=False)
     w.serve()
     w.tell(m.Died("chat.1"))
+    w.tell(m.Stuck("chat.1"))
     w.advance(0.2)
     assert w.promotions[-1][1].keep_kv is False
     w.promoted("chat.2")
@@ -183,6 +209,7 @@ def test_shadows_that_hold_the_given_up_kv_are_replaced() -> None:
     w = world(shadows=2, obeys=False)
     w.serve()
     w.tell(m.Died("chat.1"))
+    w.tell(m.Stuck("chat.1"))
     w.advance(0.2)
     w.promoted("chat.2")
     w.first_token("chat.2")
@@ -635,6 +662,7 @@ def test_p06_a_successor_serves_while_the_old_tree_cannot_be_killed() -> None:
     w = world(obeys=False)
     w.serve()
     w.tell(m.Died("chat.1"))
+    w.tell(m.Stuck("chat.1"))
     w.advance(0.2)
     w.promoted("chat.2")
     w.first_token("chat.2")

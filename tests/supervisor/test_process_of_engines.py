@@ -131,7 +131,8 @@ async def test_an_engine_that_cannot_be_recorded_does_not_run(engine: Watched, t
     assert engine.process.pid is None
 
 
-async def test_the_memory_is_frozen_when_the_last_rank_has_left_it(tmp_path: Path) -> None:
+async def with_ranks(tmp_path: Path) -> tuple[Watched, list[int]]:
+    """Start an engine of `RANKS`. Returns it, and the pids of its ranks and of what keeps the index."""
     spec = EngineSpec(
         node="test",
         worker="chat",
@@ -156,7 +157,12 @@ async def test_the_memory_is_frozen_when_the_last_rank_has_left_it(tmp_path: Pat
     async with asyncio.timeout(30):
         while not told.exists():  # noqa: ASYNC110 - another process makes it
             await asyncio.sleep(0.01)
-        *ranks, core = map(int, told.read_text().split())
+    return watched, [int(pid) for pid in told.read_text().split()]
+
+
+async def test_the_memory_is_frozen_when_the_last_rank_has_left_it(tmp_path: Path) -> None:
+    watched, (*ranks, core) = await with_ranks(tmp_path)
+    async with asyncio.timeout(30):
         os.kill(ranks[0], signal.SIGKILL)
         assert await watched.next(m.Died) == m.Died("chat.1")
         os.kill(core, signal.SIGKILL)
@@ -171,3 +177,26 @@ async def test_the_memory_is_frozen_when_the_last_rank_has_left_it(tmp_path: Pat
     await asyncio.gather(*watched.tasks)
     watched.process.discard()
     assert not list(watched.paths.engines.iterdir())
+
+
+async def test_what_the_kernel_keeps_is_told_and_looked_for_in_all_that_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look finds it stuck before it is frozen: what is told at once here takes 0.1 s."""
+    looked: list[list[int]] = []
+
+    async def stuck(pids: Callable[[], list[int]]) -> bool:
+        looked.append(pids())
+        return True
+
+    watched, writers = await with_ranks(tmp_path)
+    monkeypatch.setattr("shadowsup.supervisor.engine_process.stuck", stuck)
+    async with asyncio.timeout(30):
+        while [tether.owner for tether in (*watched.process._ranks, watched.process._tether) if tether is not None] != writers:  # noqa: ASYNC110 - a thread sees it
+            await asyncio.sleep(0.01)
+        watched.process.kill_tree()
+        watched.process.kill_tree()
+        assert await watched.next(m.Stuck) == m.Stuck("chat.1")
+        await watched.next(m.Frozen)
+        await watched.next(m.Gone)
+    await asyncio.gather(*watched.tasks)
+    watched.process.discard()
+    assert [sorted(pids) for pids in looked] == [sorted(writers)]

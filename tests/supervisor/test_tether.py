@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shadowsup.robust_mutex import RobustMutex
-from shadowsup.supervisor.tether import Tether, left_its_memory
+from shadowsup.supervisor.tether import Tether, left_its_memory, stuck
 
 WAIT_S = 20.0
 
@@ -65,9 +65,9 @@ def victims() -> Iterator[list[subprocess.Popen[str]]]:
             pipe.close()
 
 
-def start(victims: list[subprocess.Popen[str]], path: Path) -> subprocess.Popen[str]:
+def start(victims: list[subprocess.Popen[str]], path: Path, code: str = VICTIM) -> subprocess.Popen[str]:
     victim = subprocess.Popen(
-        [sys.executable, "-c", VICTIM, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     victims.append(victim)
     assert victim.stdout is not None and victim.stdout.readline() == "up\n"
@@ -145,6 +145,57 @@ def test_a_look_that_fails_says_nothing_about_the_memory(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, call, fail)
     assert not left_its_memory(os.getpid(), 0.01)
+
+
+KEPT = """
+import ctypes, sys
+print("up", flush=True)
+sys.stdin.readline()
+ctypes.CDLL(None).vfork()
+while True:
+    ctypes.CDLL(None).sleep(60)
+"""
+"""Who has called vfork(2) waits in the kernel (D state) for as long as the child neither ends nor executes anything."""
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def test_a_process_that_the_kernel_keeps_is_stuck(victims: list[subprocess.Popen[str]]) -> None:
+    victim = start(victims, Path(), KEPT)
+    assert victim.stdin is not None
+    assert not await stuck(lambda: [victim.pid])
+    victim.stdin.write("\n")
+    victim.stdin.flush()
+    async with asyncio.timeout(WAIT_S):
+        while state(victim.pid) != "D":  # noqa: ASYNC110 - the kernel tells nobody
+            await asyncio.sleep(0.01)
+    assert await stuck(lambda: [os.getpid(), victim.pid])
+    assert not await stuck(list)
+
+
+async def test_a_process_that_is_not_let_run_is_not_stuck(tmp_path: Path, victims: list[subprocess.Popen[str]]) -> None:
+    Tether(tmp_path / "tether").over()
+    victim = start(victims, tmp_path / "tether")
+    victim.send_signal(signal.SIGSTOP)
+    assert not await stuck(lambda: [victim.pid])
+
+
+async def test_what_has_left_its_memory_is_not_stuck_in_it(victims: list[subprocess.Popen[str]]) -> None:
+    victim = start(victims, Path(), KEPT)
+    victim.kill()
+    await asyncio.to_thread(os.waitid, os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
+    assert not await stuck(lambda: [victim.pid])
+    await asyncio.to_thread(victim.wait)
+    assert not await stuck(lambda: [victim.pid])
+
+
+async def test_a_moment_in_the_kernel_is_not_being_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [frozenset({"7", "8"}), frozenset({"8", "9"}), frozenset({"9"})]
+    monkeypatch.setattr("shadowsup.supervisor.tether._kept_by_the_kernel", lambda pids: looks.pop(0))
+    assert not await stuck(lambda: [1])
+    assert not looks
 
 
 def test_a_tether_whose_engine_was_never_started_is_unmapped(tmp_path: Path) -> None:

@@ -34,6 +34,12 @@ async def pair(model: Path) -> AsyncIterator[Node]:
     assert not node.runtime_dir.exists()
 
 
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
+async def _healthy(pair: Node) -> None:
+    """Whatever the test before this one came to."""
+    await pair.wait_for("healthy", "chat", 60)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def answers(pair: Node) -> list[list[int]]:
     """What an engine that nobody disturbs says."""
