@@ -151,7 +151,7 @@ TABLE: dict[str, tuple[tuple[m.FoundEngine, ...], dict[str, Any], WorkerState, l
         (engine(1, ending=Ending.KILL), parked(2)),
         {"epoch": 1, "owner": 1},
         WorkerState.RECOVERING,
-        ["kill chat.1"],  # a successor is named when it is frozen, or in 0.1 s
+        ["kill chat.1"],  # a successor is named when it is frozen, or in a second
     ),
     "nothing of it runs": ((), {"epoch": 0, "owner": 0, "kv_set": ""}, WorkerState.STARTING, ["spawn chat.1"]),
     "the ledger is known to be further": ((parked(4),), {"epoch": 7, "owner": 3}, WorkerState.STARTING, ["promote chat.4 to 8"]),

@@ -195,7 +195,6 @@ async def test_what_the_kernel_keeps_is_told_and_looked_for_in_all_that_write(tm
         watched.process.kill_tree()
         watched.process.kill_tree()
         assert await watched.next(m.Stuck) == m.Stuck("chat.1")
-        await watched.next(m.Frozen)
         await watched.next(m.Gone)
     await asyncio.gather(*watched.tasks)
     watched.process.discard()

@@ -182,8 +182,10 @@ async def test_a_process_that_is_not_let_run_is_not_stuck(tmp_path: Path, victim
     assert not await stuck(lambda: [victim.pid])
 
 
-async def test_what_has_left_its_memory_is_not_stuck_in_it(victims: list[subprocess.Popen[str]]) -> None:
+async def test_what_has_left_its_memory_is_not_stuck_in_it(victims: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shadowsup.supervisor.tether._waits_in_the_kernel", lambda task: True)
     victim = start(victims, Path(), KEPT)
+    assert await stuck(lambda: [victim.pid])
     victim.kill()
     await asyncio.to_thread(os.waitid, os.P_PID, victim.pid, os.WEXITED | os.WNOWAIT)
     assert not await stuck(lambda: [victim.pid])
