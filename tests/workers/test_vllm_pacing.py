@@ -87,6 +87,15 @@ def test_nothing_rests_when_it_is_not_wanted_or_over() -> None:
     assert before == [impl.forward for impl in impls] and not any("forward" in vars(impl) for impl in impls)
 
 
+def test_what_an_object_had_itself_is_given_back() -> None:
+    gpu = Gpu(0.01)
+    (impl,) = layers(gpu, 1)
+    own = impl.forward = lambda query, output=0: 7  # type: ignore[method-assign]
+    with paced(gpu, [impl]).kept():
+        assert impl.forward(1) == 7
+    assert impl.forward is own
+
+
 def test_it_ends_with_the_block_even_when_that_fails() -> None:
     gpu = Gpu(0.01)
     impls = layers(gpu)

@@ -46,14 +46,17 @@ class Pace:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """While this lasts, passes are cut."""
-        cut = [impl for impl in self.impls if callable(getattr(impl, "forward", None))]
-        for impl in cut:
+        cut = [(impl, vars(impl).get("forward")) for impl in self.impls if callable(getattr(impl, "forward", None))]
+        for impl, _ in cut:
             impl.forward = self._after(impl.forward)
         try:
             yield
         finally:
-            for impl in cut:
-                del impl.forward  # the class's own is found again
+            for impl, own in cut:
+                if own is None:
+                    del impl.forward  # the class's is found again
+                else:
+                    impl.forward = own
 
     def _after(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
