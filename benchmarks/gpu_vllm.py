@@ -233,13 +233,16 @@ async def beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
     await streams_at(node.url, 16, 1000, 100)
     before = found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 1500))
     asked = asyncio.create_task(streams_at(node.url, 16, 1000, 7000))
-    await asyncio.sleep(2.0)
-    os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
-    killed_s = time.monotonic()
-    await asyncio.sleep(0.5)
-    await node.wait_for("healthy", "chat", 60.0)
-    parked_s = time.monotonic()
-    streams = await asked
+    try:
+        await asyncio.sleep(2.0)
+        os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
+        killed_s = time.monotonic()
+        await asyncio.sleep(0.5)
+        await node.wait_for("healthy", "chat", 60.0)
+        parked_s = time.monotonic()
+        streams = await asked
+    finally:
+        asked.cancel()
     after = pace(streams, killed_s, min(parked_s, *(stream.arrivals[-1] for stream in streams)))
     found["a shadow starts"] = after
     found["parked_after_s"] = round(parked_s - killed_s, 2)
@@ -298,24 +301,41 @@ async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path 
 
     def saved() -> None:
         if save is not None:
-            sections = before | {name: {"date": today(), "vllm_version": vllm, **found} for name, found in done.items()}
+            sections = before | {
+                name: {"date": today(), "vllm_version": vllm, **found}
+                for name, found in done.items()
+                if "failed" not in found or name not in before  # what is known already is better than that
+            }
             save.write_text(json.dumps(machine.document("gpu_vllm", load, {"sections": sections}), indent=1) + "\n")
 
-    for name, factor_of in wanted:
-        left_s = seconds - (time.monotonic() - began)
-        say(f"=== {name} ({left_s:.0f} s left)")
-        found: dict[str, Any] = {}
-        done[name] = found
+    async def cleared() -> None:
         try:
-            async with asyncio.timeout(max(1.0, left_s)):
-                await SECTIONS[name](rig, found, factor_of)
-        except (ShadowsupError, OSError, TimeoutError) as error:
-            say(f"{name} failed: {type(error).__name__}: {error}")
-            found["failed"], status = f"{type(error).__name__}: {error}", 1
             await rig.clear()
+        except (ShadowsupError, OSError, TimeoutError) as error:
+            say(f"what was running has not ended in order: {type(error).__name__}: {error}")
+
+    try:
+        for name, factor_of in wanted:
+            left_s = seconds - (time.monotonic() - began)
+            if left_s < 1.0:
+                say(f"=== {name}: no time is left for it")
+                status = 1
+                continue
+            say(f"=== {name} ({left_s:.0f} s left)")
+            found: dict[str, Any] = {}
+            done[name] = found
+            try:
+                async with asyncio.timeout(left_s):
+                    await SECTIONS[name](rig, found, factor_of)
+            except (ShadowsupError, OSError, TimeoutError) as error:
+                say(f"{name} failed: {type(error).__name__}: {error}")
+                found["failed"], status = f"{type(error).__name__}: {error}", 1
+                saved()
+                await cleared()
+            saved()
+    finally:
+        await cleared()
         saved()
-    await rig.clear()
-    saved()
     print(table(done))
     return status
 

@@ -187,7 +187,7 @@ def vllm_block(found: Sequence[dict[str, Any]]) -> str:
     text = ""
     for document in found:
         sections: dict[str, Any] = document["sections"]
-        versions = ", ".join(dict.fromkeys(section["vllm_version"] for section in sections.values()))
+        versions = ", ".join(dict.fromkeys(section.get("vllm_version", "?") for section in sections.values()))
         text += f"\n### vLLM on an H200\n\nvLLM {versions}, by [benchmarks/gpu_vllm.py](benchmarks/gpu_vllm.py).\n"
         table = vllm_table(sections)
         text += f"\n**{table.title}**\n\n{_markdown(table)}\n\n"
@@ -230,7 +230,8 @@ def vllm_table(sections: Mapping[str, Any]) -> Table:
     return Table(title="Failover, seen by each client", columns=columns, rows=rows, notes=_vllm_notes(sections))
 
 
-def _vllm_notes(sections: Mapping[str, Any]) -> list[str]:
+def _vllm_notes(found: Mapping[str, Any]) -> list[str]:
+    sections = {name: section for name, section in found.items() if "failed" not in section}
     notes = [
         "An 8B Llama's shape in bfloat16, random weights, vLLM's defaults. Tokens are compared with an undisturbed run; a stream that went "
         "on with others counts as diverged, since vLLM's steps depend on who is in the batch unless it is told to be batch-invariant."

@@ -117,13 +117,19 @@ async def stuck(pids: Callable[[], Collection[int]]) -> bool:
 
 
 def _kept_by_the_kernel(pids: Collection[int]) -> frozenset[str]:
-    """Return the threads of ``pids`` that have memory and wait for something that no signal ends (D state)."""
-    found = set()
+    """Return the threads of ``pids`` that have memory and wait for something that no signal ends (D state).
+
+    None of a process of which another thread has memory and does not wait so: on their way out threads wait for each other in D state,
+    and that one may be what they wait for.
+    """
+    found: set[str] = set()
     for pid in pids:
         try:
-            found |= {task.name for task in Path(f"/proc/{pid}/task").iterdir() if _waits_in_the_kernel(task) and _task_has_memory(task)}
+            left = [task for task in Path(f"/proc/{pid}/task").iterdir() if _task_has_memory(task)]
         except OSError:  # reaped, or out of descriptors
             continue
+        if all(_waits_in_the_kernel(task) for task in left):
+            found |= {task.name for task in left}
     return frozenset(found)
 
 

@@ -32,7 +32,7 @@ class Spawned:
 
 @dataclass(frozen=True)
 class SpawnFailed:
-    """There is no process. ``how``: what was tried; a failed fork is followed by a cold spawn and not counted."""
+    """There is no process. ``how``: what was tried; a fork that failed is not counted as a failed start, and held against its nursery."""
 
     engine: str
     how: How

@@ -152,8 +152,8 @@ class EngineRecord:
     """To be replaced when there is a better one."""
     fork_blamed: bool = False
     """That it did not come up was held against its nursery."""
-    hurried: bool = False
-    """It was a refill, and was told that somebody waits for it."""
+    hurried_pid: int = 0
+    """It was a refill, and this process of it was told that somebody waits for it: in vLLM another one beats once EngineCore is there."""
     excused: bool = False
     """Its end was asked for (drill, order): never counted as a failure."""
     stop: StopLadder | None = None

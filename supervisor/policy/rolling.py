@@ -317,6 +317,8 @@ class Rolling(Placing, ABC):
             return rollout.stage is Stage.TAKING_BACK
         beside = rollout.stage in (Stage.WAITING, Stage.STARTING, Stage.READY)
         if beside and (engine.excused or (engine.how is How.NURSERY and engine.vitals.beat is None)):
+            if not engine.excused:
+                self._distrust_fork(engine)
             return True  # a drill, or a fork that failed: the next one is tried
         rollout.blamed.append(engine.id)
         hint = f" ({engine.hint})" if engine.hint else ""

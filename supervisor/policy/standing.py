@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.detector import History
 from shadowsup.supervisor.policy.gpus import GpuLoads
-from shadowsup.supervisor.policy.model import Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
+from shadowsup.supervisor.policy.model import FORKS_TRIED, Desired, EngineRecord, NurseryState, WorkerSettings, WorkerState
 from shadowsup.supervisor.policy.past import Past
 from shadowsup.supervisor.policy.restart import NextStart, RestartBook
 from shadowsup.supervisor.policy.rollout import RollOut
@@ -69,8 +69,8 @@ class Standing:
         self._verify = False
         """The next engine makes sure of its weights."""
         self._down_by_quarantine = False
-        self._forks_failed = 0
-        """In a row, since this nursery came up: engines that it forked and that did not park."""
+        self._forks_failed: Counter[str] = Counter()
+        """Revision → engines in a row that its nursery forked and that did not park."""
         self._service = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._shadow = RestartBook(settings.backoff_s, settings.max_failures, settings.window_s)
         self._next_seq = 1
@@ -81,6 +81,22 @@ class Standing:
         self.rollout: RollOut | None = None
         """The newest roll-out of new settings, running or ended."""
         self._tidy_due = False
+
+    def _distrust_fork(self, engine: EngineRecord) -> None:
+        """What ended ``engine`` may be something that it has from its nursery."""
+        if engine.fork_blamed:
+            return
+        engine.fork_blamed = True
+        self._forks_failed[engine.revision] += 1
+        count = self._forks_failed[engine.revision]
+        if count <= FORKS_TRIED:
+            text = f"{engine.id}, forked by the nursery, has not come up: the next engine that clients wait for is started without it"
+        elif count == FORKS_TRIED + 1:
+            name = self.settings.name
+            text = f"{count} engines of {name} that the nursery forked have not come up, at last {engine.id}: no more are forked"
+        else:
+            return
+        self._do(m.Announce("nursery.distrusted", f"{text}, which takes longer; the engine's log may say why", "warning", engine.id))
 
     # --- from one supervisor to the next ----------------------------------------------------------------------------------------
 

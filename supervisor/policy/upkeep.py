@@ -185,8 +185,9 @@ class Upkeep(Rolling, ABC):
     def _hurry(self, coming: Iterable[EngineRecord]) -> None:
         """What was started as a shadow, at low priority, is waited for now."""
         for engine in coming:
-            if engine.refill and not engine.hurried and engine.vitals.beat is not None:
-                engine.hurried = True
+            beat = engine.vitals.beat
+            if engine.refill and beat is not None and engine.hurried_pid != beat.pid:
+                engine.hurried_pid = beat.pid
                 self._do(m.Send(engine.id, w.Hurry()))
 
     def _end_all(self, now_s: float) -> None:
@@ -246,7 +247,8 @@ class Upkeep(Rolling, ABC):
 
     def _spawn(self, now_s: float, *, refill: bool, settings: WorkerSettings | None = None) -> None:
         settings = settings or self.settings
-        forks = self._nursery_of(settings) is NurseryState.READY and self._forks_failed <= (FORKS_TRIED if refill else 0)
+        tried = FORKS_TRIED if refill or not settings.shadows else 0
+        forks = self._nursery_of(settings) is NurseryState.READY and self._forks_failed[settings.revision] <= tried
         how = How.NURSERY if forks else How.COLD
         seq = self._next_seq
         self._next_seq += 1
@@ -267,17 +269,6 @@ class Upkeep(Rolling, ABC):
         where, hurry = engine.gpus if self.moved else None, not refill and self.timeline is not None
         self._do(m.Spawn(engine.id, seq, how, refill, settings.revision, beside, where, self._verify, hurry))
         self._do(m.Announce("engine.state", f"{engine.id} is spawning ({how.value})", engine=engine.id, data={"state": "spawning"}))
-
-    def _distrust_fork(self, engine: EngineRecord) -> None:
-        """What ended ``engine`` may be something that it has from its nursery."""
-        if engine.fork_blamed:
-            return
-        engine.fork_blamed = True
-        self._forks_failed += 1
-        if self._forks_failed == FORKS_TRIED + 1:
-            text = f"{self._forks_failed} engines of {self.settings.name} that the nursery forked have not come up, at last {engine.id}"
-            hint = "engines are started without it now, which takes longer; see their logs, and that of the nursery"
-            self._do(m.Announce("nursery.distrusted", f"{text}: {hint}", "warning", engine.id))
 
     def _drain_active(self, now_s: float) -> None:
         active = self.active

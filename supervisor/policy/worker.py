@@ -203,6 +203,7 @@ class WorkerPolicy(Upkeep):
         self._down_by_quarantine = False
         self._service.reset()
         self._shadow.reset()
+        self._forks_failed.clear()
 
     def _nursery_changed(self, event: m.NurseryChanged) -> None:
         rollout, revision = self.rollout, event.revision or self.settings.revision
@@ -213,7 +214,7 @@ class WorkerPolicy(Upkeep):
         if rollout is not None and revision == rollout.origin.revision:
             rollout.origin_nursery = event.state
         if event.state is NurseryState.READY:
-            self._forks_failed = 0
+            self._forks_failed.pop(revision, None)
 
     def _spawned(self, event: m.Spawned) -> None:
         engine = self.engines.get(event.engine)
@@ -272,7 +273,7 @@ class WorkerPolicy(Upkeep):
     def _parked(self, engine: EngineRecord, now_s: float) -> None:
         engine.parked_s = now_s
         if engine.how is How.NURSERY:
-            self._forks_failed = 0
+            self._forks_failed.pop(engine.revision, None)
         self._verify = False
         self._identify(engine)
         if self.cold_start_s is None:

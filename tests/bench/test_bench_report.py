@@ -184,6 +184,8 @@ def test_what_vllm_did_is_told_by_the_process_that_was_killed(report: ModuleType
     assert "5,150 tokens/s on a node with a parked shadow, 5,010 with plain vLLM; with shadowsup 102.8% of without" in notes
     assert "parked after 30 s (the streams ended before that): from token to token p50 5.5, p99 8.5, at most 23.0 ms" in notes
     assert "takes 3.4 GB of the device, besides 59 GB" in notes
+    failed = {name: {"date": "2026-11-30", "failed": "TimeoutError: "} for name in of_vllm["sections"]}
+    assert report.vllm_table(failed).rows == [] and len(report.vllm_table(failed).notes) == 1
     assert "### vLLM on an H200\n\nvLLM 0.26.0, by" in report.vllm_block([of_vllm])
     assert report.vllm_block([]) == ""
 

@@ -113,12 +113,13 @@ class World:
     ) -> None:
         body = self.bodies[engine]
         said = state or body.state
+        pid = more.pop("pid", 100)
         if not (body.state is EngineState.PARKED and said in (EngineState.LOADING, EngineState.WARMING)):  # a lie changes nothing
             body.state = said
         body.step = body.step if step is None else step
         beat = Beat(
             engine=engine,
-            pid=100,
+            pid=pid,
             sent_s=self.now_s,
             state=said,
             phase=phase or (Phase.IDLE if body.state is EngineState.ACTIVE else Phase.LOADING),

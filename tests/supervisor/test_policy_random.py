@@ -69,8 +69,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(number=st.integers(0, 5))
     def find_it_stuck_in_the_kernel(self, number: int) -> None:
         engine = self.pick(number)
-        if engine is not None and not self.world.bodies[engine].frozen:
-            self.world.tell(m.Stuck(engine))
+        record = self.world.policy.engines.get(engine) if engine is not None else None
+        if record is not None and record.dying and not self.world.bodies[record.id].frozen:
+            self.world.tell(m.Stuck(record.id))
 
     @rule(number=st.integers(0, 5))
     def freeze(self, number: int) -> None:

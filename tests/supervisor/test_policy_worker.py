@@ -78,20 +78,34 @@ def test_a_shadow_tries_the_nursery_once_more_and_then_nobody_does() -> None:
     w.promoted("chat.2")
     w.advance(2.0)
     assert [s.how for s in w.spawns] == [How.NURSERY, How.COLD, How.NURSERY]
-    assert w.announced("nursery.distrusted") == []
+    (told,) = w.announced("nursery.distrusted")
+    assert told.level == "warning" and "chat.1" in told.message
     w.fail("chat.3", "The operating system has blocked the request.")
     w.die("chat.3", 1)
     w.advance(60.0)
     assert w.spawns[-1].how is How.COLD
-    (told,) = w.announced("nursery.distrusted")
-    assert told.level == "warning" and "chat.3" in told.message
+    assert "chat.3" in w.announced("nursery.distrusted")[1].message
     w.tell(m.NurseryChanged(NurseryState.STARTING))
     w.tell(m.NurseryChanged(NurseryState.READY))
     w.park("chat.4")
     w.die("chat.2")
     w.promoted("chat.4")
     w.advance(2.0)
-    assert w.spawns[-1].how is How.NURSERY, "another nursery has what the one before had not"
+    assert w.spawns[-1].how is How.NURSERY, "another nursery may have what the one before had not"
+
+
+def test_without_shadows_the_nursery_is_tried_once_more_and_after_a_restart_again() -> None:
+    w = world(shadows=0)
+    w.run()
+    for expected in ([How.NURSERY], [How.NURSERY] * 2, [How.NURSERY] * 2 + [How.COLD]):
+        assert [s.how for s in w.spawns] == expected
+        w.die(w.spawns[-1].engine, 1)
+        w.advance(4.0)
+    assert len(w.announced("nursery.distrusted")) == 2
+    w.tell(m.RestartWorker())
+    w.die(w.spawns[-1].engine, 1)
+    w.advance(4.0)
+    assert w.spawns[-1].how is How.NURSERY
 
 
 def test_a_fork_that_parks_makes_good_for_one_that_did_not() -> None:
@@ -321,6 +335,18 @@ def test_a_shadow_that_is_waited_for_before_it_has_come_up_is_told_so_once(heard
     assert w.sent(Hurry) == [m.Send("chat.2", Hurry())]
     w.park("chat.2")
     assert w.promotions[-1][0] == "chat.2"
+
+
+def test_what_takes_over_the_beats_of_an_engine_that_is_waited_for_is_told_too() -> None:
+    """vLLM's API server beats until it has forked EngineCore."""
+    w = world()
+    w.serve(shadows=0)
+    w.beat("chat.2", EngineState.LOADING, pid=200)
+    w.die("chat.1")
+    w.beat("chat.2", EngineState.LOADING, pid=201)
+    w.beat("chat.2", EngineState.WARMING, pid=201)
+    w.beat("chat.2", EngineState.WARMING, pid=201)
+    assert w.sent(Hurry) == [m.Send("chat.2", Hurry())] * 2
 
 
 def test_nobody_hurries_while_another_shadow_is_parked() -> None:

@@ -184,6 +184,7 @@ async def test_what_the_kernel_keeps_is_told_and_looked_for_in_all_that_write(tm
     looked: list[list[int]] = []
 
     async def stuck(pids: Callable[[], list[int]]) -> bool:
+        watched.process._frozen = False  # it may be that already, where this thread did not run for some milliseconds
         looked.append(pids())
         return True
 

@@ -175,6 +175,19 @@ async def test_a_process_that_the_kernel_keeps_is_stuck(victims: list[subprocess
     assert not await stuck(list)
 
 
+async def test_what_waits_for_another_thread_of_its_own_is_not_stuck(victims: list[subprocess.Popen[str]]) -> None:
+    """On their way out threads wait for each other in the kernel: for one that gets no processor, say."""
+    other = "import threading, ctypes; threading.Thread(target=ctypes.CDLL(None).sleep, args=(60,), daemon=True).start()\n"
+    victim = start(victims, Path(), other + KEPT)
+    assert victim.stdin is not None
+    victim.stdin.write("\n")
+    victim.stdin.flush()
+    async with asyncio.timeout(WAIT_S):
+        while state(victim.pid) != "D":  # noqa: ASYNC110 - the kernel tells nobody
+            await asyncio.sleep(0.01)
+    assert not await stuck(lambda: [victim.pid])
+
+
 async def test_a_process_that_is_not_let_run_is_not_stuck(tmp_path: Path, victims: list[subprocess.Popen[str]]) -> None:
     Tether(tmp_path / "tether").over()
     victim = start(victims, tmp_path / "tether")

@@ -46,7 +46,8 @@ class Pace:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """While this lasts, passes are cut."""
-        cut = [(impl, vars(impl).get("forward")) for impl in self.impls if callable(getattr(impl, "forward", None))]
+        once = {id(impl): impl for impl in self.impls}.values()
+        cut = [(impl, vars(impl).get("forward")) for impl in once if callable(getattr(impl, "forward", None))]
         for impl, _ in cut:
             impl.forward = self._after(impl.forward)
         try:
