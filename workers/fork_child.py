@@ -21,7 +21,7 @@ from shadowsup.workers import process
 from shadowsup.workers.errors import ExitCode
 
 DRIVER_FILES = "/dev/nvidia"
-"""NVML leaves its device files open when it is shut down, and uses them when it is initialised again, in a child too: without them
+"""Who asks torch for devices initialises NVML for good, and a child inherits that with the device files it has open: without them its
 nvmlInit fails with NVMLError_OperatingSystem (driver 580). CUDA opens its own, so memory still goes with the process that made it."""
 
 
