@@ -157,6 +157,8 @@ def test_free_port_is_free() -> None:
 
 def test_holders_of_a_file_are_found() -> None:
     with open("/dev/zero", "rb") as zero, subprocess.Popen(["sleep", "60"], stdin=zero) as sleeper:
+        while not Path(f"/proc/{sleeper.pid}/cmdline").read_bytes():  # on its way through execve it has none for a moment
+            pass
         found, _ = holders.holders("/dev/zero".__eq__)
         assert sleeper.pid in {holder.pid for holder in found}
         assert any(str(holder) == f"pid {sleeper.pid} (sleep 60), user {holders.user_name(os.geteuid())}" for holder in found)
