@@ -330,10 +330,14 @@ class Life:
     # --- orders ----------------------------------------------------------------------------------------------------------------
 
     def _on_order(self, order: Order) -> None:
-        """Beat thread: hand ``order`` over."""
+        """Beat thread: take ``order``."""
         if isinstance(order, Hurry):
             self.hurried.set()
-            return
+        else:
+            self._hand_over(order)
+
+    def _hand_over(self, order: Order) -> None:
+        """Beat thread: the step thread is to obey ``order``."""
         self._orders.append(order)
         if isinstance(order, Stop | Release):
             self.leaving.ask()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
 
+from shadowsup.wire.engine import Fence, Hurry
+from shadowsup.workers.vllm.life import EngineLife
 from shadowsup.workers.vllm.pacing import BURST_S, MAX_REST_S, REST, Pace
 
 
@@ -112,3 +116,13 @@ def test_who_is_waited_for_from_now_on_rests_no_more() -> None:
             hurried = number >= 10
             impl.forward(0)
     assert len(gpu.rests) == 9
+
+
+def test_an_order_to_hurry_counts_at_once_though_nobody_takes_orders_yet() -> None:
+    """Its step loop is in the middle of vLLM's start, and hands nothing over before that is done."""
+    life = EngineLife.__new__(EngineLife)
+    life.hurried, life._orders, life._post = threading.Event(), deque(), None
+    life._on_order(Fence(epoch=1))
+    assert not life.hurried.is_set()
+    life._on_order(Hurry())
+    assert life.hurried.is_set() and list(life._orders) == [Fence(epoch=1)]

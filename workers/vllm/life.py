@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from shadowsup.memkeeper.errors import LedgerLost
-from shadowsup.wire.engine import EngineSpec, EngineState, Failed, FirstToken, Hurry, Order, Phase, Release, Stop
+from shadowsup.wire.engine import EngineSpec, EngineState, Failed, FirstToken, Order, Phase, Release, Stop
 from shadowsup.workers import compiling, kept_kv, process
 from shadowsup.workers.api import KvGeometry, Served
 from shadowsup.workers.arena import KvArena
@@ -167,10 +167,7 @@ class EngineLife(Life):
             self.resumed, self._told_first = 0, False
             compiling.tell(self._compiling)
 
-    def _on_order(self, order: Order) -> None:
-        if isinstance(order, Hurry):
-            self.hurried.set()
-            return
+    def _hand_over(self, order: Order) -> None:
         if self._post is None and isinstance(order, Stop | Release):
             os._exit(ExitCode.STOPPED)  # vLLM is starting, which cannot be interrupted, and leaves nothing to be put in order
         self._orders.append(order)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BURST_S = 0.001
-"""How long a starting shadow keeps the GPU, about: an eighth of a decode step of an 8B model for 16 streams over 40k tokens (H200)."""
+"""How long a starting shadow keeps the GPU, about: a sixth of a decode step of an 8B model for 16 streams over 40k tokens (H200)."""
 
 REST = 4.0
 """The rest after a burst, in bursts: the GPU is the other's for four fifths of the time."""
