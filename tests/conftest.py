@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,10 @@ def _shm() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
+LEAK_S = 5.0
+"""What is still there after this long is left behind. Sockets are closed by threads a moment later, and /dev/shm is everybody's."""
+
+
 @pytest.fixture(autouse=True)
 def private_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A runtime directory is refused below a folder that others may write to, and some tests let other users in."""
@@ -94,9 +99,14 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before_fds, before_children, before_shm = _open_fds(), _children(), _shm()
     yield
     gc.collect()
-    left_children = {pid: what for pid, what in _children().items() if pid not in before_children and "resource_tracker" not in what}
     watched = ("memfd:", "socket:", "pidfd")
-    left_fds = {fd: to for fd, to in _open_fds().items() if before_fds.get(fd) != to and any(word in to for word in watched)}
-    left_shm = _shm() - before_shm
-    if left_children or left_fds or left_shm:
-        pytest.fail(f"left behind: processes {left_children}, fds {left_fds}, shm {left_shm}")
+    deadline = time.monotonic() + LEAK_S
+    while True:
+        left_children = {pid: what for pid, what in _children().items() if pid not in before_children and "resource_tracker" not in what}
+        left_fds = {fd: to for fd, to in _open_fds().items() if before_fds.get(fd) != to and any(word in to for word in watched)}
+        left_shm = _shm() - before_shm
+        if not (left_children or left_fds or left_shm):
+            return
+        if time.monotonic() > deadline:
+            pytest.fail(f"left behind: processes {left_children}, fds {left_fds}, shm {left_shm}")
+        time.sleep(0.05)  # nothing tells of it

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from gateway.stub_engine import StubEngine, StubSupervisor
+from gateway.stub_engine import WAIT_S, StubEngine, StubSupervisor
 
 from shadowsup.supervisor.gateway.process import GatewayProcess
 from shadowsup.wire.engine import EngineState, WorkerRoute
@@ -65,7 +65,7 @@ class Node:
         return active, shadow
 
     async def linked(self, engine: StubEngine) -> None:
-        await asyncio.wait_for(engine.connected.wait(), 10)
+        await asyncio.wait_for(engine.connected.wait(), WAIT_S)
         if engine._state is EngineState.ACTIVE:
             await self.supervisor.beat(lambda beat: beat.epochs.get(engine.worker, 0) >= engine._epoch)
 
@@ -81,7 +81,7 @@ NodeMaker = Callable[..., Awaitable[Node]]
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
     """Yield each server-sent event or comment as it comes."""
-    while line := await asyncio.wait_for(response.content.readuntil(b"\n\n"), 10):
+    while line := await asyncio.wait_for(response.content.readuntil(b"\n\n"), WAIT_S):
         yield line.decode().removesuffix("\n\n")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from shadowsup.wire.framing import Unpacker, pack
 from shadowsup.wire.link import Accepted, Cancel, FromEngine, Hello, Rejected, Submit, ToEngine, Token
 
 PROMPT = (11, 12, 13)
+WAIT_S = 30.0
+"""Far beyond what anything takes: the machine may be busy."""
 
 
 class StubEngine:
@@ -88,7 +91,7 @@ class StubEngine:
 
     async def frame(self) -> list[ToEngine]:
         """Return the next frame from the gateway."""
-        return await asyncio.wait_for(self.frames.get(), 10)
+        return await asyncio.wait_for(self.frames.get(), WAIT_S)
 
     async def submit(self) -> Submit:
         """Return the next frame, which must be one request."""
@@ -147,15 +150,19 @@ class StubSupervisor:
         self._version = 0
 
     async def beat(self, where: Callable[[GatewayBeat], bool] = lambda _: True) -> GatewayBeat:
-        """Return the next beat for which ``where`` holds."""
-        async with asyncio.timeout(10):
-            while True:
-                identity, data = await self._socket.recv_multipart()
-                assert identity == b"gateway"
-                report = wire.decode_report(data)
-                assert isinstance(report, GatewayBeat)
-                if where(report):
-                    return report
+        """Return a beat of from now on for which ``where`` holds: what lies here unread tells of what was."""
+        since_s, report = time.monotonic(), None
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    identity, data = await self._socket.recv_multipart()
+                    assert identity == b"gateway"
+                    report = wire.decode_report(data)
+                    assert isinstance(report, GatewayBeat)
+                    if report.sent_s >= since_s and where(report):
+                        return report
+        except TimeoutError:
+            raise AssertionError(f"no such beat; the last one: {report}") from None
 
     async def route(self, *workers: WorkerRoute) -> None:
         """Send a routing table and wait until it is in force."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import aiohttp
 import pytest
 from gateway.harness import Node, events, next_event
+from gateway.stub_engine import WAIT_S
 from gateway.stub_vllm import PROMPT, TEXT, StubVllm
 from gateway.test_gateway_held import FULL, STREAM, _same, held, lines, row
 
@@ -34,7 +35,7 @@ async def engines(node: Node) -> AsyncIterator[list[StubVllm]]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

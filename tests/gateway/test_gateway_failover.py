@@ -9,7 +9,7 @@ import struct
 import aiohttp
 import pytest
 from gateway.harness import CHAT, Node, NodeMaker, events, next_event, text_of, text_to_the_end
-from gateway.stub_engine import PROMPT
+from gateway.stub_engine import PROMPT, WAIT_S
 
 from shadowsup.supervisor.gateway.worker import Worker
 from shadowsup.wire.engine import EngineState, Routes
@@ -216,7 +216,7 @@ async def test_a_half_closed_link_counts_as_lost(node: Node) -> None:
     asked = node.post(CHAT)
     await active.submit()
     active.half_close()
-    await asyncio.wait_for(active.disconnected.wait(), 10)
+    await asyncio.wait_for(active.disconnected.wait(), WAIT_S)
     shadow.activate(2)
     second = await shadow.submit()
     shadow.accept(second)
@@ -241,7 +241,7 @@ async def test_a_malformed_frame_drops_this_link_and_no_other(node: Node, garbag
     asked = node.post(CHAT)
     await active.submit()
     active.send_raw(garbage)
-    await asyncio.wait_for(active.disconnected.wait(), 10)
+    await asyncio.wait_for(active.disconnected.wait(), WAIT_S)
     await node.supervisor.beat(lambda beat: beat.streams_held == 1)
     other.say(request, "fine", (1,), 4, "stop")
     assert await text_to_the_end(events(await unharmed)) == ("fine", "stop")
@@ -258,8 +258,8 @@ async def test_an_engine_that_is_not_the_one_dialled_is_not_served(node: Node) -
     impostor.claims = "chat.9"
     impostor.activate(2)
     await node.supervisor.route(node.row(active, impostor))
-    await asyncio.wait_for(impostor.connected.wait(), 10)
-    await asyncio.wait_for(impostor.disconnected.wait(), 10)
+    await asyncio.wait_for(impostor.connected.wait(), WAIT_S)
+    await asyncio.wait_for(impostor.disconnected.wait(), WAIT_S)
     node.post(CHAT).add_done_callback(lambda task: task.result().close())
     request = await active.submit()
     active.reject(request, 400, "enough")
@@ -311,7 +311,7 @@ async def test_requests_wait_for_the_first_engine(node: Node) -> None:
     await node.supervisor.beat(lambda beat: beat.streams_held == 1)
     engine = await node.engine("chat.1")
     await node.supervisor.route(node.row(engine, state="starting", epoch=0))
-    await asyncio.wait_for(engine.connected.wait(), 10)
+    await asyncio.wait_for(engine.connected.wait(), WAIT_S)
     engine.activate(1)
     request = await engine.submit()
     engine.accept(request)
@@ -442,7 +442,7 @@ async def test_an_engine_that_leaves_the_table_gives_its_requests_to_the_next(no
     await next_event(stream)
     assert text_of(await next_event(stream)) == "a"
     await node.supervisor.route(node.row(shadow))  # the epoch has not grown, and the engine is alive
-    await asyncio.wait_for(active.disconnected.wait(), 10)
+    await asyncio.wait_for(active.disconnected.wait(), WAIT_S)
     await node.supervisor.beat(lambda beat: beat.streams_held == 1)
     shadow.activate(2)
     second = await shadow.submit()

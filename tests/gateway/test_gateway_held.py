@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway.harness import CHAT, Node, NodeMaker, events, next_event
+from gateway.stub_engine import WAIT_S
 from gateway.stub_vllm import PROMPT, TEXT, TOOL, StubVllm, unpacked
 
 from shadowsup.supervisor.gateway import held_http
@@ -54,7 +55,7 @@ async def held(node: Node, count: int) -> None:
 
 async def cut_off(node: Node, engine: StubVllm, count: int, epoch: int = 2) -> None:
     """Wait until ``engine`` has broken off ``count`` requests, and tell the gateway that it is gone."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while len(engine.cut) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     await node.supervisor.route(row(None, epoch))
@@ -263,7 +264,7 @@ async def test_a_grown_epoch_moves_streams_though_their_engine_still_speaks(node
     await next_event(stream)
     await next_event(stream)
     await node.supervisor.route(row(second, 2))
-    await asyncio.wait_for(first.left.wait(), 10)
+    await asyncio.wait_for(first.left.wait(), WAIT_S)
     text = [json.loads(line[6:])["choices"][0]["delta"].get("content", "") async for line in stream if line != "data: [DONE]"]
     assert "".join(text) == "".join(TEXT[1:])
 
@@ -419,7 +420,7 @@ async def test_a_client_that_leaves_is_gone_for_the_engine_and_a_held_one_is_not
     first.gates.put_nowait("go")
     response = await node.post(STREAM)
     response.close()
-    await asyncio.wait_for(first.left.wait(), 10)
+    await asyncio.wait_for(first.left.wait(), WAIT_S)
     task = node.post(STREAM)
     first.gates.put_nowait("go")
     response = await task
@@ -615,7 +616,7 @@ async def test_a_request_whose_engines_are_killed_from_outside_is_served_in_the_
 async def test_a_suspect_whose_tokens_are_not_seen_is_let_go_when_its_engine_has_lived_with_it(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held_http, "LONG_ENOUGH_S", 0.1)
+    monkeypatch.setattr(held_http, "LONG_ENOUGH_S", 1.0)
     engines = [await StubVllm(node.folder, number).start() for number in range(10, 13)]
     deaths = tuple(Death(epoch=epoch, engine=f"chat.{epoch}", fault="segv", own=True) for epoch in (1, 2))
     try:

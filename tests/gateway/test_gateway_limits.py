@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from gateway.harness import Node, NodeMaker
+from gateway.stub_engine import WAIT_S
 
 from shadowsup.supervisor.gateway.server import SILENCE_S
 
@@ -30,7 +31,7 @@ async def dial(node: Node) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 async def test_a_head_that_is_too_long_or_none_is_refused_and_the_next_client_served(node: Node, head: bytes) -> None:
     reader, writer = await dial(node)
     writer.write(head)
-    answer = await asyncio.wait_for(reader.read(4096), 10)
+    answer = await asyncio.wait_for(reader.read(4096), WAIT_S)
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/1.1 414", b"HTTP/1.1 431")), answer[:80]
     writer.close()
     async with node.http.get(node.url + "/livez") as response:
@@ -44,7 +45,7 @@ async def test_a_body_that_never_ends_is_refused_at_the_bound(make_node: NodeMak
     await node.serving()
     for _ in range(20):
         writer.write(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
-    answer = await asyncio.wait_for(reader.read(4096), 10)
+    answer = await asyncio.wait_for(reader.read(4096), WAIT_S)
     assert answer.startswith(b"HTTP/1.1 413")
     writer.close()
 

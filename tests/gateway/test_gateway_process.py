@@ -114,8 +114,10 @@ async def test_sigterm_lets_requests_finish_takes_no_new_ones_and_exits_0(runnin
 
 
 async def test_what_does_not_end_within_the_grace_fails_with_a_retryable_error(running: Running) -> None:
-    asked, whole = running.ask(stream=True), running.ask()
-    request, _ = await running.engine.submit(), await running.engine.submit()
+    asked = running.ask(stream=True)
+    request = await running.engine.submit()
+    whole = running.ask()
+    await running.engine.submit()
     running.engine.accept(request)
     running.engine.say(request, "a", (1,), 1)
     stream = events(await asked)

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from gateway.harness import CHAT, Node, NodeMaker, events
+from gateway.stub_engine import WAIT_S
 
 from shadowsup.wire.engine import WorkerRoute
 
@@ -117,7 +118,7 @@ async def test_a_client_that_leaves_is_gone_for_the_upstream_too(node: Node, ups
     await node.supervisor.route(row(upstream.url))
     response = await node.post(CHAT | {"stream": True})
     response.close()
-    await asyncio.wait_for(upstream.left.wait(), 10)
+    await asyncio.wait_for(upstream.left.wait(), WAIT_S)
 
 
 async def test_an_upstream_that_breaks_off_is_told_to_the_stream(node: Node, upstream: Upstream) -> None:

@@ -124,7 +124,7 @@ class FakeNode:
             found = self.status()
             if condition(found):
                 return found
-            assert time.monotonic() < deadline, f"{json.dumps(found, indent=1)}\n{self.output.read_text()[-4000:]}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"it did not come to that:\n{self.told()}"
             assert self._subscriber is not None
             if self._subscriber.poll(100):
                 self._subscriber.recv_multipart()
@@ -145,11 +145,30 @@ class FakeNode:
         found: list[dict[str, Any]] = self.call("recoveries")["recoveries"]
         return found
 
+    def recovery(self, number: int) -> dict[str, Any]:
+        """Wait until the recovery of this number is complete, and return it: what it tells comes step by step, by several messages."""
+        self.until(lambda _: any(event["data"]["n"] == number for event in self.events("recovery.done")))
+        return next(one for one in self.recoveries() if one["n"] == number)
+
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in self.call("events")["events"] if e["event"] == name]
 
     def logs(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in sorted((self.state / "logs").glob("*.log")))
+
+    def told(self) -> str:
+        """Return all that the node tells of itself now, for a test that has failed."""
+        found = [f"exit status: {self.process.poll()}"]
+        for verb in ("status", "recoveries", "events"):
+            try:
+                answer = self.call(verb) if self._client is not None else {}
+            except Exception as error:  # whatever it is: the rest is told
+                answer = {"error": str(error)}
+            answer["events"] = [f"{e['mono_s']:.3f} {e['event']}: {e['message']}" for e in answer.get("events", ())][-60:]
+            found.append(f"== {verb}\n{json.dumps(answer, indent=1)}")
+        if self.output.is_file():  # and no pipe, which has no end
+            found.append(f"== output\n{self.output.read_text()[-4000:]}")
+        return "\n".join([*found, self.logs()])
 
     # --- using ------------------------------------------------------------------------------------------------------------------
 
@@ -168,7 +187,7 @@ class FakeNode:
     def answer(self, prompt: str = "Once upon a time", tokens: int = 60) -> str:
         """Stream a completion and return its text."""
         answer = self.ask(prompt, tokens)
-        assert answer.done.wait(WAIT_S)
+        assert answer.done.wait(WAIT_S), self.told()
         assert not answer.error, answer.error
         return answer.text
 
@@ -240,6 +259,9 @@ def running(folder: Path, *workers: dict[str, Any], listen: str = "127.0.0.1:0")
         assert node.stop() == 0, node.output.read_text()
         assert node.processes() == []
         assert not node.runtime.exists()
+    except BaseException:
+        print(node.told())
+        raise
     finally:
         node.close()
         if node.process.poll() is None:

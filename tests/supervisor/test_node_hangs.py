@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from node_world import WAIT_S, FakeNode, running, worker
 
+SOON_S = 6.0
+"""Some 1.2 s on a machine that does nothing else, and 30 s, the ceiling, if nothing were learnt from the beats."""
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -38,29 +41,29 @@ def test_p20_engines_that_stand_still_are_replaced_within_seconds_and_no_client_
     wedge = folder / "wedge"
     with running(folder, worker(args={"step_s": 0.01, "wedge": str(wedge), "wedge_seqs": [2]})) as node:
         node.healthy()
-        undisturbed = node.answer(tokens=200)
+        undisturbed = node.answer(tokens=300)
 
         # The process is stopped: its heart is silent.
-        answer = node.ask(tokens=200)
+        answer = node.ask(tokens=300)
         answer.reached(60)
         active = node.engine("active")
         os.kill(active["pid"], signal.SIGSTOP)
         stopped_s = time.monotonic()
         found = recovered(node, 1)
         assert "no heartbeat" in str(found["cause"])
-        assert verdict_s(node, active["id"]) - stopped_s < 1.5
+        assert verdict_s(node, active["id"]) - stopped_s < SOON_S
         assert answer.done.wait(WAIT_S)
         assert (answer.error, answer.text) == ("", undisturbed)
 
         # The step loop is stuck: its heart beats on.
-        answer = node.ask(tokens=200)
+        answer = node.ask(tokens=300)
         answer.reached(60)
         active = node.engine("active")
         wedge.touch()
         stuck_s = time.monotonic()
         found = recovered(node, 2)
         assert "no step finished" in str(found["cause"])
-        assert verdict_s(node, active["id"]) - stuck_s < 1.5
+        assert verdict_s(node, active["id"]) - stuck_s < SOON_S
         wedge.unlink()
         assert answer.done.wait(WAIT_S)
         assert (answer.error, answer.text) == ("", undisturbed)
@@ -70,13 +73,13 @@ def test_p20_engines_that_stand_still_are_replaced_within_seconds_and_no_client_
         os.kill(shadow["pid"], signal.SIGSTOP)
         node.until(lambda s: s["workers"][0]["state"] == "healthy" and all(e["id"] != shadow["id"] for e in s["workers"][0]["engines"]))
         assert len(node.recoveries()) == 2
-        assert node.answer(tokens=200) == undisturbed
+        assert node.answer(tokens=300) == undisturbed
 
 
 def test_p20_an_engine_that_holds_the_gil_while_it_loads_is_let_be(folder: Path) -> None:
     """Its heart cannot beat for several times what the config believes of an engine that serves."""
-    health = {"heartbeat": "100ms", "hang": {"floor": "300ms", "ceiling": "800ms"}}
-    with running(folder, worker(args={"step_s": 0.01, "hold_gil_s": 2.5}, health=health)) as node:
+    health = {"heartbeat": "100ms", "hang": {"floor": "600ms", "ceiling": "2s"}}
+    with running(folder, worker(args={"step_s": 0.01, "hold_gil_s": 4.5}, health=health)) as node:
         node.healthy()
         assert node.events("engine.verdict") == []
         assert len(node.status()["workers"][0]["engines"]) == 2
@@ -92,5 +95,5 @@ def test_an_engine_that_is_stopped_while_it_starts_is_replaced_by_that_and_not_b
         os.kill(newcomer["pid"], signal.SIGSTOP)
         stopped_s = time.monotonic()
         node.until(lambda s: all(e["id"] != newcomer["id"] for e in s["workers"][0]["engines"]))
-        assert verdict_s(node, newcomer["id"]) - stopped_s < 4.0, "a minute of silence would be plausible"
+        assert verdict_s(node, newcomer["id"]) - stopped_s < 20.0, "a minute of silence would be plausible"
         node.healthy()

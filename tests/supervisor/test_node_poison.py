@@ -55,7 +55,7 @@ def test_only_the_request_that_ends_engines_is_failed_and_it_is_named(folder: Pa
         node.until(lambda _: all(recovery["fault"] != "unknown" for recovery in node.recoveries()))
         recoveries = node.recoveries()
         # An engine that died before its promotion was heard of is one more rung of the failover before it, not a failover of its own.
-        assert len(recoveries) in {2, 3}
+        assert len(recoveries) in {1, 2, 3}
         assert {recovery["fault"] for recovery in recoveries} == {fault}
         assert {recovery["decision"] for recovery in recoveries} == {"restart with KV"}
         if action == "oom":

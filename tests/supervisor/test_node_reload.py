@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from node_world import WAIT_S, FakeNode, running, worker
 
 from shadowsup.supervisor.errors import SupervisorError
+from shadowsup.supervisor.reload import SETTLE_S
 
 pytestmark = pytest.mark.timeout(120)
 ENDS = ("done", "failed", "superseded")
@@ -48,6 +50,15 @@ def ended(node: FakeNode, n: int) -> dict[str, Any]:
     return progress
 
 
+def models(node: FakeNode) -> set[str]:
+    connection = node.connect()
+    try:
+        connection.request("GET", "/v1/models")
+        return {model["id"] for model in json.load(connection.getresponse())["data"]}
+    finally:
+        connection.close()
+
+
 def revisions(node: FakeNode) -> set[str]:
     return {engine["revision"] for each in node.status()["workers"] for engine in each["engines"]}
 
@@ -69,7 +80,7 @@ def test_a_changed_worker_is_replaced_through_its_shadow_with_its_blocks_and_bac
         assert (progress["state"], progress["revision"]) == ("done", "r2"), progress
         assert answer.done.wait(WAIT_S)
         assert (answer.error, answer.text) == ("", whole), "no token was lost, repeated or changed"
-        recovery = node.recoveries()[-1]
+        recovery = node.recovery(1)
         assert recovery["cause"] == "planned hand-over" and recovery["blocks_kept"] > 0 and recovery["blocks_dropped"] == 0
         status = node.until(lambda s: s["workers"][0]["state"] == "healthy" and not before & revisions(node))
         records = json.loads((node.runtime / "processes.json").read_text())["processes"]
@@ -116,8 +127,8 @@ def test_one_that_fails_when_it_takes_over_hands_back_to_the_old_shadow(folder: 
         assert progress["state"] == "failed" and "told to fail in step" in progress["message"]
         assert answer.done.wait(WAIT_S)
         assert (answer.error, answer.text) == ("", whole)
-        assert node.recoveries()[-1]["blocks_kept"] > 0, "the old blocks were left in good order"
         node.until(lambda s: s["workers"][0]["state"] == "healthy" and s["memkeeper"]["segments"] == 3)
+        assert node.recovery(max(one["n"] for one in node.recoveries()))["blocks_kept"] > 0, "the old blocks were left in good order"
         assert revisions(node) == before
 
 
@@ -138,10 +149,7 @@ def test_workers_come_and_go_the_gateway_moves_and_limits_change_without_a_new_e
         node.until(lambda s: [e["id"] for e in s["workers"][0]["engines"]] == engines[:1])
         assert answer.done.wait(WAIT_S)
         assert not answer.error, "the stream that came by the old address goes on"
-        connection = node.connect()
-        connection.request("GET", "/v1/models")
-        assert {model["id"] for model in json.load(connection.getresponse())["data"]} == {"gpt", "prose"}
-        connection.close()
+        node.until(lambda _: models(node) == {"gpt", "prose"})  # the gateway is sent its routes
         node.until(lambda s: s["workers"][0]["state"] == "healthy" and s["workers"][0]["give_up_after_s"] > 0)
         # What is worth nothing when it is lost with the supervisor: the next one must find the config that is in force.
         node.close()
@@ -173,12 +181,13 @@ def test_a_config_that_is_wrong_or_needs_a_restart_changes_nothing(folder: Path)
 def test_of_saves_in_quick_succession_the_last_one_wins_and_one_in_the_midst_of_another_takes_its_place(folder: Path) -> None:
     with running(folder) as node:
         up(node)
-        numbers = []
+        numbers, began_s = [], time.monotonic()
         for value in "abc":
             write(node, worker(env={**worker()["env"], "FOO": value}, args={"step_s": 0.01, "load_s": 0.0 if value == "c" else 20.0}))
             numbers.append(node.call("reload")["n"])
+        quick = time.monotonic() - began_s < SETTLE_S  # on a machine that does other things as well they may not have been
         progress = ended(node, numbers[-1])
-        assert progress["state"] == "done" and len(node.events("reload.started")) == 1
+        assert progress["state"] == "done" and (len(node.events("reload.started")) == 1 or not quick)
         # The next one would load for a minute: nothing has handed over, so another save need not wait for it.
         write(node, worker(args={"step_s": 0.01, "load_s": 60.0}))
         slow = node.call("reload")["n"]
@@ -186,17 +195,18 @@ def test_of_saves_in_quick_succession_the_last_one_wins_and_one_in_the_midst_of_
         write(node, worker(args={"step_s": 0.02}))
         progress = reload(node)
         assert progress["state"] == "done" and progress["revision"] == "r3", "what was superseded never was in force"
-        superseded = node.events("reload.superseded")
-        assert [event["data"]["n"] for event in superseded] == [*numbers[:-1], slow]
+        assert sorted(event["data"]["n"] for event in node.events("reload.superseded")) == [*numbers[:-1], slow]
         node.until(lambda s: s["workers"][0]["state"] == "healthy" and len(s["workers"][0]["engines"]) == 2)
 
 
 def test_a_reload_waits_for_a_recovery_and_for_one_that_is_finishing(folder: Path) -> None:
-    with running(folder, worker(), worker(name="code")) as node:
+    # The answer of code ends when the reload has come as far as to wait for it, and well within its stop timeout.
+    with running(folder, worker(), worker(name="code", stop={"timeout": "60s"})) as node:
         up(node, "chat", "code")
         node.call("kill", engine="chat.1", signal="KILL")
+        node.until(lambda _: bool(node.recoveries()))
         write(node, worker(env={**worker()["env"], "FOO": "a"}))  # and without code, which has a long answer to finish
-        held = node.ask(tokens=300, model="code")
+        held = node.ask(tokens=800, model="code")
         held.reached(5)
         first = node.call("reload")["n"]
         node.until(lambda s: s["reload"]["n"] == first and s["reload"]["state"] == "finishing")

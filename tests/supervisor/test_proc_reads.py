@@ -32,8 +32,9 @@ def test_a_read_that_hangs_is_left_out_and_the_others_are_made() -> None:
 
     try:
         began_s = time.monotonic()
-        assert set(bounded_reads(range(10), read, 0.05)) == set(range(10)) - {3, 7}
-        assert time.monotonic() - began_s < 5.0
+        # On a machine that does other things as well a thread may not run for a while that is no hang.
+        assert set(bounded_reads(range(10), read, 1.0)) == set(range(10)) - {3, 7}
+        assert time.monotonic() - began_s < 30.0
         assert hanging() == {3, 7}
         # It is not tried again, and costs neither time nor a thread, while it hangs.
         threads = proc_threads()

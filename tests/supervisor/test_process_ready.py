@@ -14,7 +14,6 @@ import pytest
 
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.ready import ExecProbe, HttpProbe, LogProbe, NotifySocket, wait_ready
-from shadowsup.supervisor.sockets import free_port
 
 ENV = {"PATH": os.environ["PATH"]}
 
@@ -78,9 +77,11 @@ async def test_http_is_ready_with_the_first_good_status(server: Server) -> None:
 
 
 async def test_http_refused_or_silent_is_not_ready() -> None:
-    probe = HttpProbe(f"http://127.0.0.1:{free_port()}")
-    assert not await probe.check()
-    assert "refused" in probe.detail
+    with socket.socket() as taken:  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))
+        probe = HttpProbe(f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert not await probe.check()
+        assert "refused" in probe.detail
     with socket.create_server(("127.0.0.1", 0)) as silent:
         probe = HttpProbe(f"http://127.0.0.1:{silent.getsockname()[1]}/", timeout_s=0.02)
         assert not await probe.check()

@@ -182,7 +182,7 @@ print('last', flush=True)
     for _ in range(3):
         while not await node.client.tail("chat.1"):
             pass
-        scribe = next(each for each in node.children if each.what == "scribe" and each.alive)
+        scribe = [each for each in node.children if each.what == "scribe"][-1]
         scribe.signal(signal.SIGKILL)
         await node.lost.get()
         with pytest.raises(SupervisorError, match="no scribe"):
@@ -269,7 +269,7 @@ async def test_flood_starves_neither_other_streams_nor_memory(node: Node) -> Non
         slowest = max(slowest, time.monotonic() - started)
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{scribe.pid}/status").read_text())[1])  # type: ignore[index]
     assert flood.alive
-    assert slowest < 2.0
+    assert slowest < 10.0, "a few ms; behind 20 MB it would wait for ever"
     assert peak < 96 * 1024, "KiB"
     flood.signal(signal.SIGKILL)
     assert await node.ended.get() == "chat.1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -68,8 +69,9 @@ def test_secrets_reach_the_engine_and_nothing_that_is_shown(tmp_path: Path, monk
         shown["inspect"] = json.dumps(node.call("inspect", worker="server"))
         for words in (["status"], ["events"], ["recoveries"], ["logs"], ["plan", str(node.config)], ["config", "show", str(node.config)]):
             shown[" ".join(words[:2])] = cli(node, *words)
-        private = {path: path.read_text(errors="replace") for path in node.runtime.rglob("*") if path.is_file()}
-        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+        for path in node.runtime.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a file that takes the place of another has its own name for a moment
+                assert not path.is_file() or stat.S_IMODE(path.stat().st_mode) == 0o600, path
     revisions = set((node.state / "revisions").glob("*"))
     assert revisions and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in revisions)  # the config as its owner wrote it
     kept = {path.name: path.read_text() for path in node.state.rglob("*") if path.is_file() and path not in revisions}

@@ -47,6 +47,14 @@ def kill(node: ServiceNode, *pids: int) -> None:
     assert psutil.wait_procs(others, WAIT_S)[1] == []
 
 
+def nothing_runs(node: ServiceNode) -> None:
+    """Wait until no process of the node is left: what its dead had just forked ends by itself."""
+    deadline = time.monotonic() + WAIT_S
+    while left := node.processes():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)  # nobody tells
+
+
 def test_memory_outlives_supervisor_and_keeper_and_then_every_process(tmp_path: Path, manager: Manager) -> None:
     node = ServiceNode(tmp_path, [worker()], manager)
     try:
@@ -69,20 +77,20 @@ def test_memory_outlives_supervisor_and_keeper_and_then_every_process(tmp_path: 
         assert segments(node) == before
         # Whoever comes new gets the very memory from the new keeper: nobody is stale.
         os.kill(node.engine("active")["pid"], signal.SIGKILL)
-        node.until(lambda _: any(one["refill_ms"] for one in node.recoveries()))
+        node.recovery(1)
         assert node.answer() == expected
         assert segments(node) == before
         assert len(node.healthy()["engines"]) == 2
 
         status = node.status()
         kill(node, *(int(line.split()[0]) for line in node.processes() if line.split()[0] != str(node.process.pid)))
-        assert node.processes() == []
+        nothing_runs(node)
         node.process = node.start()
         node.healthy()
         assert segments(node) == before
         assert node.status()["workers"][0]["epoch"] > status["workers"][0]["epoch"]
         assert node.status()["gateway"]["listen"] == first["gateway"]["listen"]
-        assert (node.state / "logs" / "chat.log").read_text().count("blocks kept") == 3
+        node.until(lambda _: (node.state / "logs" / "chat.log").read_text().count("blocks kept") == 3)
         assert node.answer() == expected
 
         assert node.stop() == 0
@@ -144,7 +152,7 @@ async def test_a_manager_that_does_not_read_holds_nobody_up_and_gets_all_of_it_l
         began_s = time.monotonic()
         for number in range(700):
             service.store(f"vault.{number}", nothing.fileno())
-        assert time.monotonic() - began_s < 5.0
+        assert time.monotonic() - began_s < 30.0
         receiver.setblocking(False)
         names = []
         while len(names) < 700:

@@ -18,6 +18,8 @@ from shadowsup.workers.kv_pool import Filled
 
 BLOCK = 4
 """Tokens a block."""
+STEP_S = 0.02
+"""The streams of one that is killed in mid-stream must not be over before that, on a machine that does other things as well."""
 
 
 def say(engine: loop.Loop, words: str) -> None:
@@ -102,7 +104,7 @@ def summing() -> None:
                 )
                 if done:
                     kv.pool.release(running.pop(rid)[2])
-            time.sleep(0.005)
+            time.sleep(STEP_S)
             engine.beat(events, inflight=len(running))
 
 
@@ -197,7 +199,7 @@ def on_device() -> None:
                     cache[slots[at]] = value
             ends = torch.tensor([piece.slots[-1] for piece in batch.sampling], dtype=torch.int64, device=device)
             batch.finish(kept["table"][cache[ends] % 26].tolist())
-            time.sleep(0.005)
+            time.sleep(STEP_S)
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {program.__name__: program for program in (kinds, summing, training, failing, echo, on_device)}

@@ -14,10 +14,11 @@ from shadowsup.wire.engine import Failed, Fence, Fenced
 SPEC = tiny_spec(blocks=96)
 CHANGES: dict[str, Any] = {"kind": "transformers", "model": SPEC.model, "dtype": "float32", "args": SPEC.args, "kv": SPEC.kv}
 REQUESTS = [
-    submit("greedy", prompt_of(60), max_tokens=200),
-    submit("seeded", prompt_of(33, 1), max_tokens=200, temperature=1.0, seed=5),
-    submit("messages", prompt_of(20, 2), max_tokens=200, temperature=0.7, top_p=0.9, seed=6),
+    submit("greedy", prompt_of(60), max_tokens=300),
+    submit("seeded", prompt_of(33, 1), max_tokens=300, temperature=1.0, seed=5),
+    submit("messages", prompt_of(20, 2), max_tokens=300, temperature=0.7, top_p=0.9, seed=6),
 ]
+"""Long enough that none is over before the engine is killed, on a machine that does other things as well."""
 
 
 def test_a_shadow_continues_every_stream_of_a_killed_engine(world: World) -> None:
@@ -28,7 +29,7 @@ def test_a_shadow_continues_every_stream_of_a_killed_engine(world: World) -> Non
     expected = run_streams(gateway, [msgspec.structs.replace(one, rid=f"{one.rid} undisturbed") for one in REQUESTS])
     streams = {one.rid: Stream(one) for one in REQUESTS}
     gateway.send(*REQUESTS)
-    gateway.pump(streams, lambda: all(len(stream.ids) >= 40 for stream in streams.values()))
+    gateway.pump(streams, lambda: all(len(stream.ids) >= 20 for stream in streams.values()))
     first.kill(signal.SIGKILL)
     gateway.pump(streams, lambda: False)  # what had been sent still counts
     first.wait()

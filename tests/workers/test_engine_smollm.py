@@ -114,13 +114,13 @@ def test_eight_streams_survive_a_death_with_all_full_blocks(hosts: Any, generate
         assert stream.ids == ids
         assert stream.cached[-1] == (totals[f"t{at}"] - 1) // BLOCK * BLOCK
     assert (shadow.streams["sampled"].ids, shadow.streams["sampled"].text) == (expected.ids, expected.text)
-    assert promoted_s < 0.1
+    assert promoted_s < 3.0, "a few ms; the benchmarks have the figures"
 
 
 def test_attaching_takes_no_time_beside_loading(hosts: Any) -> None:
     started = time.perf_counter()
     host = hosts(1)
-    assert time.perf_counter() - started < 3.0, "0.4 s on an idle machine"
+    assert time.perf_counter() - started < 6.0, "0.4 s on an idle machine"
     assert host.engine._loaded is not None and not host.engine._loaded.kept.published
 
 

@@ -81,9 +81,9 @@ def test_the_example_goes_on_identically_after_kill_9_from_kept_blocks_without_l
 ) -> None:
     loops = Loops(world, "example")
     requests = [
-        submit("greedy", PROMPT, max_tokens=80),
-        submit("sampled", "x" * 21, max_tokens=80, temperature=1.0, seed=3),
-        submit("stopped", "y" * 30, max_tokens=80, temperature=1.0, seed=4, stop=("never in it",), frequency_penalty=0.5),
+        submit("greedy", PROMPT, max_tokens=160),
+        submit("sampled", "x" * 21, max_tokens=160, temperature=1.0, seed=3),
+        submit("stopped", "y" * 30, max_tokens=160, temperature=1.0, seed=4, stop=("never in it",), frequency_penalty=0.5),
     ]
     reference = loops.parked(9, worker="reference")
     world.supervisor.promote(reference, 1)

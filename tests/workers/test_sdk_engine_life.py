@@ -17,6 +17,8 @@ from shadowsup.workers.errors import ExitCode
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 5
 SLOW = {"step_s": 0.004}
+SLOWER = {"step_s": 0.03}
+"""Of one that is killed in mid-stream: the stream must not be over before that, on a machine that does other things as well."""
 
 
 def undisturbed(world: World, submits: list[Submit]) -> dict[str, Stream]:
@@ -63,7 +65,7 @@ def test_streams_go_on_identically_after_kill_9_and_every_full_block_hits(world:
     sampled: dict[str, Any] = {"temperature": 0.8, "max_tokens": 150}
     submits = [submit(f"r{i}", f"{i} {LONG}", **({} if i % 2 else sampled)) for i in range(6)]
     expected = undisturbed(world, submits)
-    first, gateway = world.active(1, args=SLOW)
+    first, gateway = world.active(1, args=SLOWER)
     second = world.parked(2, args=SLOW)
     successor = world.gateway(second)
     streams = {one.rid: Stream(one) for one in submits}
@@ -96,7 +98,7 @@ def test_wrong_bytes_under_a_true_index_change_the_text(world: World) -> None:
     """The negative control of the test above: it would see KV that is not what the ledger says."""
     request = submit("a", LONG, max_tokens=100)
     expected = undisturbed(world, [request])["a"]
-    first, gateway = world.active(1, args=SLOW)
+    first, gateway = world.active(1, args=SLOWER)
     second = world.parked(2)
     streams = {"a": Stream(request)}
     gateway.send(request)
@@ -125,7 +127,7 @@ def _ledger_size(client: object) -> int:
 def test_promotion_without_the_kept_blocks_recomputes_everything(world: World) -> None:
     request = submit("a", LONG, max_tokens=60)
     expected = undisturbed(world, [request])["a"]
-    first, gateway = world.active(1, args=SLOW)
+    first, gateway = world.active(1, args=SLOWER)
     second = world.parked(2)
     streams = {"a": Stream(request)}
     gateway.send(request)
@@ -144,8 +146,8 @@ def test_promotion_without_the_kept_blocks_recomputes_everything(world: World) -
 def test_a_shadow_parked_before_fresh_blocks_were_taken_goes_over_to_them(world: World) -> None:
     request = submit("a", LONG, max_tokens=120)
     expected = undisturbed(world, [request])["a"]
-    first, gateway = world.active(1, args=SLOW)
-    second, third = world.parked(2, args=SLOW), world.parked(3)
+    first, gateway = world.active(1, args=SLOWER)
+    second, third = world.parked(2, args=SLOWER), world.parked(3)
     streams = {"a": Stream(request)}
     gateway.send(request)
     assert gateway.pump(streams, lambda: len(streams["a"].ids) >= 20)
@@ -191,15 +193,16 @@ def test_an_owner_that_was_only_paused_says_nothing_more_and_exits_with_its_own_
     gateway.send(streams["a"].submit)
     assert gateway.pump(streams, lambda: len(streams["a"].ids) >= 5)
     first.kill(signal.SIGSTOP)
-    world.supervisor.promote(second, 2)
-    # What it had sent before it was stopped; whatever comes after this count was sent by an engine that had lost.
-    gateway.socket.setblocking(False)
+    os.waitid(os.P_PID, first.process.pid, os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(TimeoutError):  # what it had sent before it was stopped
+        while True:
+            streams["a"].take(gateway.next(0.0))  # type: ignore[arg-type]
     before = len(streams["a"].ids)
-    gateway.socket.setblocking(True)
+    world.supervisor.promote(second, 2)
     first.kill(signal.SIGCONT)
     assert first.wait() == ExitCode.LEDGER_LOST
     gateway.pump(streams, lambda: False)
-    assert len(streams["a"].ids) - before <= 2, "at most what lay in the socket"
+    assert len(streams["a"].ids) - before <= 2, "at most what it was just sending"
     failed = world.supervisor.expect(lambda report: isinstance(report, Failed))
     assert (failed.engine, failed.stage) == (first.id, "step")
 
@@ -261,7 +264,7 @@ def test_cancel_frees_the_request_and_silences_it(world: World) -> None:
 
 
 def test_a_gateway_that_comes_back_submits_again_in_the_same_epoch(world: World) -> None:
-    engine, gateway = world.active(1, args=SLOW)
+    engine, gateway = world.active(1, args=SLOWER)
     request = submit("a", LONG, max_tokens=60)
     expected = undisturbed(world, [request])["a"]
     streams = {"a": Stream(request)}
@@ -362,7 +365,7 @@ def test_beats_go_on_while_a_step_does_not_return_and_show_that_it_does_not(worl
     last = world.supervisor.expect(stuck)
     assert (last.phase, last.inflight) == (Phase.DECODE, 1)
     gaps = [after.sent_s - before.sent_s for before, after in zip(seen[-10:], seen[-9:], strict=False)]
-    assert max(gaps) < 1.0
+    assert max(gaps) < 5.0
     wedge.unlink()
     world.supervisor.expect(lambda report: isinstance(report, Beat) and report.step > last.step)
 

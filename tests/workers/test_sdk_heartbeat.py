@@ -81,8 +81,8 @@ def test_a_supervisor_that_was_away_gets_one_fresh_beat_and_every_report(supervi
 def test_stops_in_bounded_time_with_and_without_a_supervisor(supervisor: Supervisor) -> None:
     beating = Beating(supervisor.endpoint, interval_s=0.05)
     supervisor.expect(beat)
-    assert stopped(beating.heart) < 1.9
+    assert stopped(beating.heart) < 10.0
     supervisor.close_socket()
     beating = Beating(supervisor.endpoint, interval_s=0.05)
-    assert stopped(beating.heart) < 1.9
+    assert stopped(beating.heart) < 10.0
     beating.heart.stop()
