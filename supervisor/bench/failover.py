@@ -29,6 +29,8 @@ __all__ = ["Kill", "Plan", "chats_of", "difference", "measure", "undisturbed"]
 
 STEPS = ("freeze", "promote", "first_token", "fence", "refill")
 """Of a recovery's timeline, each in ms from the verdict."""
+COMPLETE_S = 10.0
+"""The record of a recovery is complete a moment after the worker is healthy: its last steps are told by other messages."""
 
 Progress = Callable[[str], None]
 
@@ -202,10 +204,16 @@ def _step_s(streams: Sequence[Stream]) -> float:
 
 
 async def _ask_node(node: Node, kill: Kill, engine: str, killed_s: float) -> None:
-    """Read what the node has noted of this kill."""
-    recoveries = (await node.call("recoveries"))["recoveries"]
-    record = next((one for one in reversed(recoveries) if one["from_engine"] == engine), None)
-    events = (await node.call("events", limit=200))["events"]
+    """Read what the node has noted of this kill, once that is complete."""
+    deadline = time.monotonic() + COMPLETE_S
+    while True:
+        events = (await node.call("events", limit=200))["events"]
+        recoveries = (await node.call("recoveries"))["recoveries"]
+        record = next((one for one in reversed(recoveries) if one["from_engine"] == engine), None)
+        done = {one["data"]["n"] for one in events if one["event"] == "recovery.done"}
+        if (record is not None and record["n"] in done) or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.05)
     verdict = next((one for one in reversed(events) if one["event"] == "engine.verdict" and one["engine"] == engine), None)
     if record is None or verdict is None:
         kill.wrong.append(f"the node has no recovery from the death of {engine}")

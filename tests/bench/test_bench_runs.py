@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from shadowsup.supervisor.errors import ConfigError, SupervisorError
 
 ROOT = Path(__file__).parents[2]
 PLAN = Plan(kills=2, streams=2, prompt_tokens=200, output_tokens=24)
+KILLS = replace(PLAN, output_tokens=80, seed=258)
+"""By this seed the kills come at the fourth and the seventh token: the streams are not over before, on a busy machine either."""
 
 
 @pytest.mark.e2e
@@ -30,12 +33,12 @@ PLAN = Plan(kills=2, streams=2, prompt_tokens=200, output_tokens=24)
 async def test_kills_in_each_mode_change_no_token(content: dict[str, Any], mode: Mode) -> None:
     said: list[str] = []
     kept: list[dict[str, Any]] = []
-    document = await modes.measure(content, PLAN, [mode], said.append, kept.append, start=START, adapters=ADAPTERS)
+    document = await modes.measure(content, KILLS, [mode], said.append, kept.append, start=START, adapters=ADAPTERS)
     assert kept == [document]
     result = document["modes"][mode.value]
     assert result["wrong"] == []
     assert result["ids_checked"]
-    assert result["tokens_checked"] == 2 * 2 * 24
+    assert result["tokens_checked"] == 2 * 2 * 80
     assert min(result["prompt_tokens"]) >= 200
     assert result["client"]["each_stream_ms"]["n"] == 4
     assert result["streams_broken"] == (4 if mode is Mode.PLAIN else 0)

@@ -87,7 +87,7 @@ class FakeSupervisor:
         self._router.send_multipart([peer, json.dumps({"id": request["id"], **reply}).encode()])
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for something that has no event of its own (a file of another process)."""
     deadline = time.monotonic() + timeout_s
     while not condition():

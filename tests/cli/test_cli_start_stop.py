@@ -86,7 +86,7 @@ def test_detached_it_goes_on_and_stop_waits_for_its_end(config: Path, folder: Pa
     assert started.stdout == f"started: pid {pid}, in {folder}\n"
     assert "first step" in started.stderr
     assert os.getsid(pid) not in (os.getsid(0), os.getpid())
-    assert "serving chat" in (tmp_path / "state/logs/supervisor.log").read_text()
+    until(lambda: "serving chat" in (tmp_path / "state/logs/supervisor.log").read_text())  # said once it answers
     stopped = node("stop")
     assert (stopped.returncode, stopped.stdout) == (0, "stopped\n")
     assert ids.of(pid) is None or not ids.alive(ids.of(pid))  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,7 +15,7 @@ import yaml
 from leftovers import processes
 
 from shadowsup.supervisor.bench.client import Stream, stream_chat
-from shadowsup.supervisor.bench.node import engine_of, engine_pid, running
+from shadowsup.supervisor.bench.node import Node, engine_of, engine_pid, running
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "own-loop.yaml"
@@ -29,6 +30,17 @@ QUESTION = {
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
+async def complete(node: Node, count: int) -> list[dict[str, Any]]:
+    """Wait until so many recoveries are complete (what they tell comes by several messages); return all."""
+    async with asyncio.timeout(60):
+        while True:
+            events = (await node.call("events"))["events"]
+            if sum(event["event"] == "recovery.done" for event in events) >= count:
+                found: list[dict[str, Any]] = (await node.call("recoveries"))["recoveries"]
+                return found
+            await asyncio.sleep(0.05)
+
+
 async def test_the_example_of_an_own_loop_survives_kill_9_and_its_shadow_loads_nothing() -> None:
     config = yaml.safe_load(CONFIG.read_text())
     [worker] = config["workers"]
@@ -39,7 +51,8 @@ async def test_the_example_of_an_own_loop_survives_kill_9_and_its_shadow_loads_n
         assert undisturbed.error is None and len(undisturbed.token_ids) == 120
         for kill in range(2):
             await node.wait_for("healthy")
-            question = {**QUESTION, "prompt": f"{kill} {QUESTION['prompt']}"}
+            # The command line takes as long to start as a hundred tokens: the answer must not be over before.
+            question = {**QUESTION, "prompt": f"{kill} {QUESTION['prompt']}", "max_tokens": 200 + 200 * kill}
             expected = await stream_chat(session, url, question)
             seen = Stream(sent_s=time.monotonic())
             streaming = asyncio.create_task(stream_chat(session, url, question, seen))
@@ -51,7 +64,7 @@ async def test_the_example_of_an_own_loop_survives_kill_9_and_its_shadow_loads_n
             await streaming
             assert seen.error is None
             assert (seen.token_ids, seen.text, seen.finish_reason) == (expected.token_ids, expected.text, "length")
-        recoveries = (await node.call("recoveries"))["recoveries"]
+        recoveries = await complete(node, 2)
         assert [one["kind"] for one in recoveries] == ["shadow", "shadow"]
         assert all(one["blocks_kept"] > 8 and one["requests_resumed"] == 1 for one in recoveries), recoveries
         await node.wait_for("healthy")

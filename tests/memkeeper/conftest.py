@@ -33,7 +33,7 @@ def engine(tmp_path: Path) -> Iterator[Callable[[str], KeeperClient]]:
     clients: list[KeeperClient] = []
 
     def connect(name: str) -> KeeperClient:
-        clients.append(KeeperClient(tmp_path / "keeper.sock", name, patience_s=10.0))
+        clients.append(KeeperClient(tmp_path / "keeper.sock", name, patience_s=60.0))
         return clients[-1]
 
     yield connect

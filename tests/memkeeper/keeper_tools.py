@@ -87,7 +87,7 @@ def leases(client: KeeperClient) -> dict[str, tuple[str, ...]]:
     return {info.manifest.set_id: info.leases for info in client.list()}
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait for what another process does and nothing announces."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -110,7 +110,7 @@ class Raw:
     def send(self, message: p.ToKeeper) -> None:
         self.channel.send(p.encode(message))
 
-    def read(self, kind: type[p.FromKeeper], timeout_s: float = 10.0) -> p.FromKeeper:
+    def read(self, kind: type[p.FromKeeper], timeout_s: float = 60.0) -> p.FromKeeper:
         """Return the next message of ``kind``; closes the fds that come."""
         while True:
             for at, message in enumerate(self.received):
@@ -124,7 +124,7 @@ class Raw:
     def silent(self, timeout_s: float = 0.1) -> bool:
         return not self.received and not select.select([self.channel], [], [], timeout_s)[0]
 
-    def closed_by_keeper(self, timeout_s: float = 10.0) -> bool:
+    def closed_by_keeper(self, timeout_s: float = 60.0) -> bool:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             select.select([self.channel], [], [], 0.1)

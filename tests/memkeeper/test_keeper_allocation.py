@@ -58,7 +58,7 @@ def test_others_are_served_meanwhile_and_who_wants_the_same_gets_the_same(slow: 
         assert other.get_weights(OTHER) is None
         assert not first.done() and not second.done()
         slow.go_on.set()
-        sets = [first.result(10), second.result(10)]
+        sets = [first.result(60), second.result(60)]
     assert [one.created for one in sets] == [True, False]
     assert sets[0].set_id == sets[1].set_id
     for one in sets:
@@ -105,7 +105,7 @@ async def test_a_vault_of_hundreds_of_sets_connects_and_restores(keeper: KeeperP
     vault = await Vault.connect(keeper.path)
     assert len(vault.segments()) == 600
     keeper.kill()
-    await asyncio.wait_for(vault.lost.wait(), 10)
+    await asyncio.wait_for(vault.lost.wait(), 60)
     keeper.start("--restore")
     await vault.restore()
     assert set((await asyncio.to_thread(leases, client)).values()) == {("chat.1",)}

@@ -33,7 +33,7 @@ def test_the_first_who_asks_publishes_and_the_others_read_what_was_sealed(keeper
         first.seal(handles.set_id, {"checksum": "abc"})
         handles.close()
         for call in waiting:
-            got = call.result(10)
+            got = call.result(60)
             assert got is not None and got.set_id == handles.set_id and not got.created
             assert got[0].manifest.meta == {"checksum": "abc"}
             assert content(got, 5) == b"bytes"
@@ -57,12 +57,12 @@ def test_a_publisher_that_dies_frees_what_it_wrote_and_the_next_who_waits_publis
         call = threads.submit(second.get_weights, MODEL)
         publisher.kill()
         publisher.communicate()
-        assert call.result(10) is None
+        assert call.result(60) is None
         assert keeper.memfds() == 0
         late = threads.submit(third.get_weights, MODEL)
         handles = second.create(MODEL, [100])
         second.seal(handles.set_id)
-        got = late.result(10)
+        got = late.result(60)
     assert got is not None and got.set_id == handles.set_id
     got.close()
     handles.close()
@@ -75,7 +75,7 @@ def test_a_publisher_that_dies_before_it_creates_anything_is_replaced(keeper: Ke
         call = threads.submit(engine("chat.2").get_weights, MODEL)
         publisher.kill()
         publisher.communicate()
-        assert call.result(10) is None
+        assert call.result(60) is None
 
 
 def test_one_reader_that_leaves_frees_nothing_for_the_other(keeper: KeeperProcess, engine: Engine) -> None:

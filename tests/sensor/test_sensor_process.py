@@ -76,17 +76,18 @@ class World:
         self._tasks.add(task)
         return task
 
-    async def until(self, condition: Callable[[SensorBeat], bool]) -> SensorBeat:
+    async def until(self, condition: Callable[[SensorBeat], bool], since: int = 0) -> SensorBeat:
+        """Return the newest of the beats that have come, from number ``since`` on, for which ``condition`` holds."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 self._changed.clear()
-                if self.beats and condition(self.beats[-1]):
-                    return self.beats[-1]
+                for beat in reversed(self.beats[since:]):  # several may come at once, and only one of them with the news
+                    if condition(beat):
+                        return beat
                 await self._changed.wait()
 
     async def next(self) -> SensorBeat:
-        seen = len(self.beats)
-        return await self.until(lambda beat: len(self.beats) > seen)
+        return await self.until(lambda beat: True, len(self.beats))
 
     async def close(self) -> None:
         await self.sensor.stop()

@@ -106,7 +106,7 @@ async def test_the_view_shows_a_worker_with_everything_that_is_asked_for(node: F
         await d.press("enter")
         await d.sees("◐ degraded", "chat.1 → chat.2", "respawn", "912 ms", "promoted", "refilled", "5m00s ago")
         # The one under the cursor is the one that is drawn: the newest first, then the one before.
-        assert "chat.2 → chat.3" in d.app.screen.query_one("#waterfall", Lines).text
+        await d.until(lambda: "chat.2 → chat.3" in d.app.screen.query_one("#waterfall", Lines).text)
         d.app.screen.query_one("#recovery-list").focus()
         await d.press("down")
         await d.until(lambda: "chat.1 → chat.2" in d.app.screen.query_one("#waterfall", Lines).text)
