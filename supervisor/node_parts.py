@@ -249,7 +249,7 @@ class NurseryPart(Part):
         finally:
             os.close(output)
         if client is not self.client or not self.policy.wanted or self._spare is not None:
-            spare.close()
+            await spare.end()
             return
         self._spare = spare
         spare.child.on_exit = lambda status: self._spare_gone(spare)
@@ -273,6 +273,12 @@ class NurseryPart(Part):
     def retire(self) -> None:
         self._drop_spare()
         super().retire()
+
+    async def stop(self, *, signal_number: int = signal.SIGTERM, timeout_s: float = 5.0) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:  # it would end by itself, but a node that has stopped leaves no process, not even for a moment
+            await spare.end()
+        await super().stop(signal_number=signal_number, timeout_s=timeout_s)
 
     def close(self) -> None:
         self._drop_spare()

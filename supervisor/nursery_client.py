@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -17,7 +18,7 @@ from shadowsup.supervisor import identity as ids
 from shadowsup.supervisor.errors import SupervisorError
 from shadowsup.supervisor.identity import Identity
 from shadowsup.supervisor.peer import Peer, dial
-from shadowsup.supervisor.process import Child, send_signal
+from shadowsup.supervisor.process import KILL_TIMEOUT_S, Child, send_signal
 from shadowsup.wire import nursery as wire
 from shadowsup.wire.engine import EngineSpec
 
@@ -59,6 +60,14 @@ class Spare:
         """Let it end."""
         self._line.close()
         self.child.close()
+
+    async def end(self) -> None:
+        """End it, and return when it is gone. It serves nobody and holds nothing, so nothing need be cleaned up."""
+        self.child.signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await self.child.wait()
+        self.close()
 
 
 class NurseryClient:

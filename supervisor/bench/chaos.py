@@ -41,6 +41,8 @@ PROGRESS_S = 10.0
 STREAM_END_S = 120.0
 FD_SLACK = 4
 """Descriptors more than at the start that are no leak: a connection that is just being made or dropped."""
+STAYS_S = 10.0
+"""What is more than at the start for this long is a leak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +189,10 @@ async def _on(node: Node, worker: str, model: str, block_tokens: int, plan: Plan
             await _make_stoppable(node)
         if outcome.stuck is None:
             outcome.after = await _figures(run)
+            deadline = time.monotonic() + STAYS_S
+            while _grown(outcome, "fds", FD_SLACK) + _grown(outcome, "processes", 0) and time.monotonic() < deadline:
+                await asyncio.sleep(0.2)  # what is just ending is no leak
+                outcome.after = await _figures(run)
 
 
 async def _strike_on(run: Run, plan: Plan, outcome: Outcome, progress: Progress) -> None:
