@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,14 @@ def processes(folder: Path) -> dict[int, str]:
             continue
         if belongs and process.pid != psutil.Process().pid:
             found[process.pid] = command[:150]
+    return found
+
+
+def left(folder: Path, timeout_s: float = 30.0) -> dict[int, str]:
+    """Return those of `processes` that stay: a spare nursery ends a moment after a supervisor that was killed."""
+    deadline = time.monotonic() + timeout_s
+    while (found := processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)  # nobody tells
     return found
 
 

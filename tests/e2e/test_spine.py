@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 import pytest_asyncio
-from leftovers import memfds, processes, shared_memory
+from leftovers import left, memfds, processes, shared_memory
 
 from shadowsup.supervisor.bench import failover
 from shadowsup.supervisor.bench.client import Stream, stream_chat
@@ -185,5 +185,5 @@ async def test_p02_all_serves_on_without_a_supervisor_and_the_next_start_adopts_
         await node.process.wait()
         code, _, err = await node.cli("stop", check=False)
         assert code == 0, err
-        assert processes(node.folder) == {}
+        assert left(node.folder) == {}
         assert not node.runtime_dir.exists()

@@ -58,7 +58,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with running(tmp_path_factory.mktemp("metrics"), worker(), web) as node:
         node.healthy()
         node.worker_is("healthy", "web")
-        answer = node.ask(tokens=60)
+        answer = node.ask(tokens=200)  # it is not over before its engine is killed, on a busy machine either
         answer.reached(5)
         active = next(engine for engine in node.healthy()["engines"] if engine["role"] == "active")
         os.kill(active["pid"], signal.SIGKILL)
@@ -117,7 +117,7 @@ def test_the_run_is_told(exposed: Samples, text: str) -> None:
     assert value("engine_ends_total", worker="chat", fault="killed") == 1
     assert value("failover_duration_seconds_count", worker="chat", step="promote") == 1
     assert value("gateway_failover_pause_seconds_count", worker="chat") == 1
-    assert value("gateway_inter_token_seconds_count", worker="chat") == 59
+    assert value("gateway_inter_token_seconds_count", worker="chat") == 199
     assert value("gateway_prompt_tokens_total", worker="chat") > 0
     assert value("kept_memory_bytes", device="host", kind="kv") == 2**20
     assert value("part_up", part="memkeeper") == 1

@@ -72,9 +72,9 @@ def test_a_node_comes_up_answers_and_goes_without_a_trace(folder: Path) -> None:
 def test_a_killed_engine_is_not_seen_by_its_client(folder: Path) -> None:
     with running(folder) as node:
         node.healthy()
-        undisturbed = node.answer(tokens=100)
+        undisturbed = node.answer(tokens=200)
         for number in (1, 2, 3):
-            answer = node.ask(tokens=100)
+            answer = node.ask(tokens=200)
             answer.reached(10)
             active = node.engine("active")
             os.kill(active["pid"], signal.SIGKILL)

@@ -451,7 +451,7 @@ async def test_the_openai_client_notices_no_death(node: Node) -> None:
         before = {name: await listen(client, given, asyncio.Event()) for name, given in STREAMS.items()}
         assert json.loads(before["schema"].texts["content"])["color"] in ("red", "green", "blue")
         assert before["tools"].finish[0] == "tool_calls" and before["reasoning"].texts["reasoning"]
-        await node.wait_for("healthy", "chat", 60)
+        await node.wait_for("healthy", "chat", 150)
         active = await engine_of(node, "active")
         begun = [asyncio.Event() for _ in STREAMS]
         async with asyncio.TaskGroup() as group:
@@ -470,4 +470,4 @@ async def test_the_openai_client_notices_no_death(node: Node) -> None:
         metrics = await response.text()
     replays = re.search(r'shadowsup_gateway_replays_total\{worker="chat"\} (\S+)', metrics)
     assert replays is not None and float(replays[1]) >= 1
-    await node.wait_for("healthy", "chat", 60)
+    await node.wait_for("healthy", "chat", 150)

@@ -67,7 +67,7 @@ async def test_an_engine_core_that_stands_still_is_found_by_its_beats(node: Node
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 async def test_an_api_server_that_stands_still_is_found_though_its_engine_core_beats(node: Node, busy: bool) -> None:
-    await node.wait_for("healthy", "chat", 60)
+    await node.wait_for("healthy", "chat", 150)
     active = await engine_of(node, "active")
     known = len((await node.call("recoveries"))["recoveries"])
     asking = [asyncio.create_task(ask(node, prompt(40, 40), 1500))] if busy else []
@@ -79,7 +79,7 @@ async def test_an_api_server_that_stands_still_is_found_though_its_engine_core_b
         await asyncio.sleep(0.02)
     found_s = time.monotonic() - stopped_s
     await asyncio.gather(*asking)
-    await node.wait_for("healthy", "chat", 60)
+    await node.wait_for("healthy", "chat", 150)
     recovery: dict[str, Any] = (await node.call("recoveries"))["recoveries"][-1]
     assert recovery["from_engine"] == active["id"] and recovery["kind"] == "shadow"
     assert "its API server has not turned its event loop" in recovery["cause"] and "the process is stopped" in recovery["cause"]
@@ -164,7 +164,7 @@ async def test_vllms_own_server_is_the_baseline_of_the_bench(model: Path) -> Non
 async def test_other_weights_of_the_same_shape_are_a_miss(alone: Node, model: Path, answers: list[list[int]]) -> None:
     vllm_tiny.write_weights(model, seed=1)
     await alone.cli("restart", "chat")
-    await alone.wait_for("healthy", "chat", 90)
+    await alone.wait_for("healthy", "chat", 150)
     found = await ask_all(alone)
     assert [cached for _, cached in found] == [0, 0, 0]
     assert all(ids != before for (ids, _), before in zip(found, answers, strict=True))

@@ -37,7 +37,7 @@ async def pair(model: Path) -> AsyncIterator[Node]:
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def _healthy(pair: Node) -> None:
     """Whatever the test before this one came to."""
-    await pair.wait_for("healthy", "chat", 60)
+    await pair.wait_for("healthy", "chat", 150)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -98,7 +98,7 @@ async def test_a_shadow_one_rank_of_which_stands_still_is_not_promoted_by_half(p
     again, cached = await ask(pair, fresh)
     assert again == ids
     assert cached >= 0.95 * (len(fresh) // BLOCK * BLOCK)
-    await pair.wait_for("healthy", "chat", 60)
+    await pair.wait_for("healthy", "chat", 150)
     recovery = (await pair.call("recoveries"))["recoveries"][-1]
     assert recovery["kind"] == "respawn"
 

@@ -21,7 +21,7 @@ FULL = sum(len(one) // BLOCK * BLOCK for one in PROMPTS)
 async def ask(node: Node, ids: list[int], tokens: int = 24) -> tuple[list[int], int]:
     """Return (the ids of ``tokens`` tokens, tokens of the prompt found in the cache); a worker without an engine is asked again."""
     body = {"model": "chat", "prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     async with aiohttp.ClientSession() as session:
         while True:
             try:
@@ -55,7 +55,7 @@ async def check_successor(node: Node, answers: list[list[int]], before: str) -> 
     found = await ask_all(node)
     assert [ids for ids, _ in found] == answers
     assert sum(cached for _, cached in found) >= 0.95 * FULL
-    await node.wait_for("healthy", "chat", 60)
+    await node.wait_for("healthy", "chat", 150)
     recovery: dict[str, Any] = (await node.call("recoveries"))["recoveries"][-1]
     assert recovery["from_engine"] == before
     return recovery

@@ -9,7 +9,7 @@ import msgspec
 from engine_world import TINY, prompt_of, submit, tiny_spec
 from sdk_world import Stream, World, run_streams
 
-from shadowsup.wire.engine import Failed, Fence, Fenced
+from shadowsup.wire.engine import EngineState, Failed, Fence, Fenced
 
 SPEC = tiny_spec(blocks=96)
 CHANGES: dict[str, Any] = {"kind": "transformers", "model": SPEC.model, "dtype": "float32", "args": SPEC.args, "kv": SPEC.kv}
@@ -24,6 +24,7 @@ REQUESTS = [
 def test_a_shadow_continues_every_stream_of_a_killed_engine(world: World) -> None:
     first = world.spawn(1, **CHANGES)
     shadow = world.parked(2, **CHANGES)
+    world.supervisor.state(first, EngineState.PARKED)
     world.supervisor.promote(first, 1)
     gateway = world.gateway(first)
     expected = run_streams(gateway, [msgspec.structs.replace(one, rid=f"{one.rid} undisturbed") for one in REQUESTS])
