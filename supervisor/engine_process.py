@@ -43,7 +43,8 @@ REFILL_NICE = 10
 STATUS_WAIT_S = 0.1
 """How long the end of a forked engine waits for its exit status from the nursery, after everything is gone."""
 TAIL_LINES = 20
-TAIL_WAIT_S = 1.0
+TAIL_WAIT_S = 3.0
+"""How long the end of an engine that has not served waits for its last lines: they are all that says why."""
 RETRY_KILL_S = 1.0
 RETRY_LOOK_S = 0.05
 

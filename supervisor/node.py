@@ -41,7 +41,7 @@ from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
 from shadowsup.supervisor.config import LoadedConfig, NodeConfig
 from shadowsup.supervisor.control import ControlServer, Reading
-from shadowsup.supervisor.engine_process import Host
+from shadowsup.supervisor.engine_process import TAIL_WAIT_S, Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.gpu_desk import GpuDesk
 from shadowsup.supervisor.journal import Journal
@@ -434,7 +434,7 @@ class Node:
     async def last_words(self, stream: str) -> str:
         """Return the last lines of a stream of output; empty when there are none to be had."""
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(TAIL_WAIT_S):
                 return "\n".join(await self.host.scribe.tail(stream, 10))
         except (TimeoutError, ShadowsupError):
             return ""

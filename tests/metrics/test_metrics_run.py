@@ -76,7 +76,8 @@ def _exposed(node: FakeNode) -> str:
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
         connection.close()
-        if 'shadowsup_failovers_total{kind="shadow",worker="chat"} 1.0' in text and "shadowsup_worker_metrics_up" in text:
+        wanted = ('shadowsup_failovers_total{kind="shadow",worker="chat"} 1.0', "shadowsup_worker_metrics_up", "vllm:num_requests_running")
+        if all(words in text for words in wanted):  # the last one: a server that answers too late is left out
             return text
         assert time.monotonic() < deadline, text
         time.sleep(0.1)  # Prometheus polls, too
