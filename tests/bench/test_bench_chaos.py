@@ -161,7 +161,7 @@ def test_a_strike_hits_exactly_the_targets_of_its_kind() -> None:
     try:
         hit = strike(Kind.KEEPER_ACTIVE, {name: each.pid for name, each in sleepers.items()}, random.Random(1))
         assert set(hit) == {"active", "memkeeper"}
-        assert [sleepers[name].wait(10) for name in ("active", "memkeeper")] == [-signal.SIGKILL] * 2
+        assert [sleepers[name].wait(60) for name in ("active", "memkeeper")] == [-signal.SIGKILL] * 2
         assert sleepers["gateway"].poll() is None
     finally:
         for each in sleepers.values():

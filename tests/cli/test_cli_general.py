@@ -140,7 +140,7 @@ def test_a_reader_that_has_enough_is_no_error(folder: Path) -> None:
         process.stdout.close()
         err = process.stderr.read()
         process.stderr.close()
-        assert (process.wait(10), err) == (0, b"")
+        assert (process.wait(60), err) == (0, b"")
 
 
 def test_a_standard_output_that_is_full_is_an_error_in_words(folder: Path) -> None:

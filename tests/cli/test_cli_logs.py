@@ -95,7 +95,7 @@ def test_following_shows_what_comes_and_ends_quietly(written: Path, folder: Path
     (written / "chat.3.log").write_text(line(9, "a new engine"))
     assert process.stdout.readline().endswith("a new engine\n")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert (out, err, process.returncode) == ("", "", 130)
 
 

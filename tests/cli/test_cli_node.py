@@ -199,7 +199,7 @@ class Terminal:
 
     def close(self) -> int:
         os.close(self.primary)
-        return self.process.wait(10)
+        return self.process.wait(60)
 
 
 def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_talk_goes_on(node: FakeNode) -> None:
@@ -217,7 +217,7 @@ def test_on_a_terminal_ctrl_c_cancels_the_answer_and_the_talk_goes_on(node: Fake
         terminal.type("/what\n")
         terminal.until("/exit or Ctrl-D ends")
         terminal.type("/exit\n")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.process.kill()
         terminal.close()

@@ -128,14 +128,14 @@ def test_followed_events_have_no_gap_and_no_repetition(folder: Path, spawn: Spaw
         process = spawn("--runtime-dir", folder, "events", "-f", "-o", "json")
         assert process.stdout is not None
         seen = [json.loads(process.stdout.readline())["n"] for _ in range(3)]
-        assert supervisor.subscribed.wait(10)
+        assert supervisor.subscribed.wait(60)
         # 4 is published twice; 5 is lost on the way and fetched when 6 shows the gap.
         past.extend(event(n) for n in range(4, 7))
         for number in (4, 4, 6):
             supervisor.publish(event(number))
         seen += [json.loads(process.stdout.readline())["n"] for _ in range(3)]
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
     assert seen == [1, 2, 3, 4, 5, 6]
     assert (out, err, process.returncode) == ("", "", 130)
 
@@ -145,7 +145,7 @@ def test_followed_events_end_with_the_supervisor(folder: Path, spawn: Spawn) -> 
         process = spawn("--runtime-dir", folder, "events", "-f")
         assert process.stdout is not None
         assert "e1" in process.stdout.readline()
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 3
     assert "no supervisor is running" in err
 

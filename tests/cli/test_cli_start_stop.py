@@ -75,7 +75,7 @@ def test_in_the_foreground_each_step_is_a_line_and_a_signal_stops_it(config: Pat
     assert process.stdout.readline().endswith("first step\n")
     assert process.stdout.readline().endswith("serving chat\n")
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=60)
     assert (out, err, process.returncode) == ("", "", 0)
 
 
@@ -258,7 +258,7 @@ def test_what_a_dead_supervisor_left_is_ended_in_order_and_cleaned(folder: Path,
     assert result.code == 0
     assert [line.split()[1] for line in result.err.splitlines()] == ["gateway", "engine", "keeper"]
     assert f"ended what it had left: gateway (pid {gateway.pid}), engine chat.1 (pid {engine.pid}), keeper (pid {keeper.pid})" in result.out
-    assert [process.wait(5) for process in (gateway, engine, keeper)] == [-signal.SIGTERM] * 3
+    assert [process.wait(60) for process in (gateway, engine, keeper)] == [-signal.SIGTERM] * 3
     assert not folder.exists()
     folder.mkdir()
 

@@ -34,7 +34,7 @@ class SlowBackend(HostBackend):
 
     def allocate(self, size: int, name: str, device: str) -> int:
         self.begun.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         if self.fail:
             raise RuntimeError("the driver is in a bad mood")
         self.fds.append(super().allocate(size, name, device))
@@ -51,7 +51,7 @@ def slow(quick_keeper: Callable[..., Keeper]) -> SlowBackend:
 def test_others_are_served_meanwhile_and_who_wants_the_same_gets_the_same(slow: SlowBackend, engine: Engine) -> None:
     with ThreadPoolExecutor() as threads:
         first = threads.submit(engine("chat.1").get_kv, "chat", MODEL, [4096], 4096)
-        assert slow.begun.wait(10)
+        assert slow.begun.wait(60)
         second = threads.submit(engine("chat.2").get_kv, "chat", MODEL, [4096], 4096)
         other = engine("code.1")
         assert other.list() == ()
@@ -69,7 +69,7 @@ def test_memory_for_a_client_that_died_meanwhile_is_given_back(slow: SlowBackend
     gone = Raw(tmp_path / "keeper.sock", p.Hello(client="chat.1", pid=1))
     gone.read(p.Welcome)
     gone.send(p.GetKv(worker="chat", fingerprint=MODEL, device="host", kv_sizes=(4096,), ledger_size=4096))
-    assert slow.begun.wait(10)
+    assert slow.begun.wait(60)
     gone.close()
     client = engine("chat.2")
     assert client.list() == ()  # the keeper has seen the end of the other connection

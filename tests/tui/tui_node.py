@@ -258,7 +258,7 @@ class FakeNode:
 
     def __enter__(self) -> FakeNode:
         self._thread.start()
-        assert self._ready.wait(10.0)
+        assert self._ready.wait(60.0)
         return self
 
     def __exit__(self, *_: object) -> None:
