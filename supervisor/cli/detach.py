@@ -120,6 +120,9 @@ def _watch(pipe: int, runtime_dir: Path, log: Path, *, wait: bool) -> int:
         pid = node.get("pid")
         states = {str(worker.get("name")): str(worker.get("state")) for worker in found.get("workers") or []}
         up = node.get("state") != "starting"
+        while up and select.select([pipe], [], [], 0)[0]:  # what it said before it was up is told before that it is up
+            for message in next(messages):
+                shown = _take(message, began_s, log) or shown
         if up and not wait:
             click.echo(f"started: pid {pid}, in {runtime_dir}")
             return ExitCode.DONE
