@@ -142,7 +142,8 @@ def _what_is_left(runtime_dir: Path) -> str:
 def follow_events(client: ControlClient, since: int | None, stop: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
     """Yield events from number ``since`` on (None: those the supervisor still has), then each as it happens, without a gap.
 
-    Subscribes first and asks then, as the protocol wants; when numbers are missing it asks again. ``stop`` is asked twice a second.
+    Subscribes first and asks then, as the protocol wants; when numbers are missing it asks again. ``stop`` is asked twice a second; what
+    has happened until it says yes is told all the same.
 
     Raises:
         NotRunning: the supervisor ended.
@@ -157,7 +158,7 @@ def follow_events(client: ControlClient, since: int | None, stop: Callable[[], b
         subscriber.setsockopt(zmq.LINGER, 0)
         subscriber.setsockopt(zmq.SUBSCRIBE, b"event")
         subscriber.connect(f"ipc://{client.runtime_dir / socket_names(client.runtime_dir)[1]}")
-        last = -1
+        last = -1 if since is None else since - 1
         for event in _past(client, since):
             last = int(event["n"])
             yield event
@@ -179,6 +180,9 @@ def follow_events(client: ControlClient, since: int | None, stop: Callable[[], b
                     yield missed
             if number > last:
                 last = number
+                yield event
+        with contextlib.suppress(SupervisorError):  # whatever becomes of the supervisor now, its client has seen what it waited for
+            for event in _past(client, last + 1):
                 yield event
     finally:
         subscriber.close()

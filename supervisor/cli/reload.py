@@ -145,9 +145,6 @@ def _wait(client: ControlClient, n: int, since: int, timeout_s: float | None, *,
                 outcome.setdefault("state", name.partition(".")[2])
                 outcome.setdefault("revision", "")
                 outcome.setdefault("message", event["message"])
-            if outcome:
-                look()
-                break
     except KeyboardInterrupt:
         click.echo("the reload goes on; shadowsup status shows how far it is", err=True)
         raise

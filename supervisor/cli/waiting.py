@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -90,15 +89,9 @@ def wait_until(client: ControlClient, done: Condition, *, since: int, worker: st
             )
         return False
 
-    told = since - 1
     try:
         for event in follow_events(client, since, look):
-            told = max(told, int(event["n"]))
             progress(event)
-        with contextlib.suppress(SupervisorError):  # it is done, whatever becomes of the supervisor now
-            for event in client.call("events", since=told + 1).get("events") or []:  # what led to the status that was seen
-                if int(event["n"]) > told:
-                    progress(event)
     except KeyboardInterrupt:
         click.echo(f"the {order} of {worker} goes on; shadowsup status shows how far it is", err=True)
         raise

@@ -62,16 +62,19 @@ def test_a_restart_is_done_when_every_engine_is_a_new_one(cli: Cli, folder: Path
 
 def test_what_happened_while_nobody_looked_is_told_too(cli: Cli, folder: Path) -> None:
     """The order was carried out before the command line had asked for the events of it for a second time."""
-    answers = [[], [event(8, "chat.2 is parked") | {"worker": "chat"}]]
+    happened = [event(3, "of long ago") | {"worker": "chat"}]
 
-    def events(_: dict[str, Any]) -> dict[str, Any]:
-        return {"events": answers.pop(0) if len(answers) > 1 else answers[0]}
+    def events(args: dict[str, Any]) -> dict[str, Any]:
+        answer = {"events": [one for one in happened if one["n"] >= args["since"]]}
+        if len(happened) == 1:
+            happened.append(event(8, "chat.2 is parked") | {"worker": "chat"})
+        return answer
 
     status = looks(("healthy", ["chat.1"]), ("healthy", ["chat.2"]))
     with FakeSupervisor(folder, {"status": status, "restart": {}, "events": events}):
         result = cli("--runtime-dir", folder, "restart", "chat")
     assert result.code == 0
-    assert "chat.2 is parked" in result.err
+    assert "chat.2 is parked" in result.err and "long ago" not in result.err
 
 
 def test_a_drain_is_done_when_no_engine_is_left(cli: Cli, folder: Path) -> None:
