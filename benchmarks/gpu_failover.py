@@ -120,18 +120,18 @@ def plan_of(kills: int, streams: int, tokens: int, output: int = 96, seed: int =
     )
 
 
-class Gpu:
-    """What NVML says about the first GPU."""
+class Gpus:
+    """What NVML says about the first ``count`` GPUs together."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         pynvml.nvmlInit()
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
     def used(self) -> int:
-        return int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
 
     def of_process(self, pid: int) -> int | None:
-        found = [one for one in pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle) if one.pid == pid]
+        found = [one for handle in self._handles for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if one.pid == pid]
         return int(found[0].usedGpuMemory) if found and found[0].usedGpuMemory else None
 
     async def back_to(self, used: int, timeout_s: float = 10.0) -> int:
@@ -143,16 +143,18 @@ class Gpu:
 
 
 @contextlib.asynccontextmanager
-async def a_node(content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW, neighbour: int | None = None) -> Any:
-    """A running node; what it cost the device, and whether it gave that back, goes to ``found``. ``neighbour``: GPU of a second worker."""
-    gpu = Gpu()
+async def a_node(
+    content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW, neighbour: int | None = None, timeout_s: float = 300.0
+) -> Any:
+    """A running node; what it cost its devices, and whether it gave that back, goes to ``found``. ``neighbour``: GPU of a second worker."""
+    gpu = Gpus(max(len(worker["gpus"]) for worker in content["workers"]))
     before, started_s = gpu.used(), time.monotonic()
     node: Node | None = None
     try:
         changed = for_mode(content, "chat", mode)
         if neighbour is not None:
             changed = gpu_neighbours.with_neighbour(changed, neighbour)
-        async with running(changed, environment=mode.environment, timeout_s=300.0, keep=True) as node:
+        async with running(changed, environment=mode.environment, timeout_s=timeout_s, unless="down", keep=True) as node:
             found["start_s"] = round(time.monotonic() - started_s, 2)
             shown = (await node.status())["memkeeper"]
             found["memory"] = {"kept": shown["bytes"], "used": gpu.used() - before}
@@ -188,8 +190,8 @@ def judged(result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-async def kills(node: Node, plan: Plan) -> dict[str, Any]:
-    result = judged(await failover.measure(node, plan, say))
+async def kills(node: Node, plan: Plan, reference: failover.Reference | None = None) -> dict[str, Any]:
+    result = judged(await failover.measure(node, plan, say, reference))
     result["kv_in_use"] = sum(result["prompt_tokens"]) * KV_OF_TOKEN
     return result
 

@@ -1,7 +1,8 @@
 """vLLM on a GPU, seen by clients: ``python benchmarks/gpu_vllm.py --model FOLDER --save FILE [--python P] [--env K=V …] [SECTION …]``.
 
 FOLDER has an 8B Llama's config and a tokenizer; weights are random (``load_format: dummy``), so none are needed. Runs unattended; what is
-done is saved after each section, so that a time limit loses nothing; sections of FILE that are not run now stay in it. Sections:
+done is saved after each kind of kill and each section, also when it is ended by SIGTERM, so that a time limit loses nothing; sections of
+FILE that are not run now stay in it. Sections:
 
 * ``shadow``: a parked shadow, 32 streams over 256k tokens of KV; by turns the API server and the EngineCore are killed. bfloat16 is not
   batch-invariant: a stream that goes on another way than undisturbed is counted as diverged, one that broke or ended early as wrong.
@@ -9,8 +10,8 @@ done is saved after each section, so that a time limit loses nothing; sections o
 * ``beside``: 16 streams while a shadow starts beside them (from the kill of the one before until it is parked), and without.
 * ``respawn``: no shadow: an engine forked from the nursery over kept memory.
 * ``plain``: vLLM without shadowsup, restarted at once; its clients ask again.
-* ``tp2``, ``tp2-exact``: two GPUs, tensor parallel: as ``shadow`` and ``exact``, with either rank killed, and EngineCore and API server.
-  Left out, and said so, where there is one GPU only.
+* ``tp2``, ``tp2-exact``, ``tp2-beside``: two GPUs, tensor parallel: as ``shadow``, ``exact`` and ``beside``, with either rank killed, and
+  EngineCore and API server. Left out, and said so, where there is one GPU only.
 * ``throughput``: 32 streams on a node with a parked shadow, and on vLLM without shadowsup.
 
 Sections that follow each other share a node, or a plain vLLM, of the same kind.
@@ -35,6 +36,7 @@ from typing import Any
 
 import psutil
 from gpu_failover import a_node, kills, plan_of, say, scaled
+from vllm_processes import victims
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.bench import failover, machine
@@ -51,6 +53,8 @@ TOKENS = 8000
 """Of a prompt: 32 of them are 256k tokens of KV."""
 PROCESSES = ("rank0", "rank1", "core", "api")
 """Of an engine with two ranks."""
+PAIR_START_S = 200.0
+"""For a node of two ranks to come up, nothing compiled yet: another section is to have its turn if it does not."""
 
 
 @dataclass(kw_only=True)
@@ -62,9 +66,10 @@ class Setting:
     env: dict[str, str]
     kv: str = "40GiB"
     ranks: int = 1
+    args: dict[str, Any] = field(default_factory=dict)
 
     def content(self, **env: str) -> dict[str, Any]:
-        args = {"load_format": "dummy", "max_model_len": 40000, "chat_template": TEMPLATE, "enable_prompt_tokens_details": True}
+        own = {"load_format": "dummy", "max_model_len": 40000, "chat_template": TEMPLATE, "enable_prompt_tokens_details": True}
         worker = {
             "name": "chat",
             "engine": "vllm",
@@ -74,7 +79,7 @@ class Setting:
             "gpus": list(range(self.ranks)),
             "tensor_parallel": self.ranks,
             "shadows": 1,
-            "args": args,
+            "args": own | self.args,
             "kv": {"size": self.kv, "block_tokens": 16},
             "env": self.env | env,
         }
@@ -86,13 +91,15 @@ class Rig:
     """What is running: one thing at a time, which stays until something else is asked for."""
 
     setting: Setting
+    save: Callable[[], None]
+    """Saves what is known."""
     _key: str = ""
     _running: Any = None
     _stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
-    async def node(self, content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW) -> Node:
+    async def node(self, content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW, timeout_s: float = 300.0) -> Node:
         """Return a running node; ``found`` gets what its start and its end give, if it was not running."""
-        node: Node = await self._have(f"{mode} {json.dumps(content)}", lambda: a_node(content, found, mode))
+        node: Node = await self._have(f"{mode} {json.dumps(content)}", lambda: a_node(content, found, mode, timeout_s=timeout_s))
         return node
 
     async def plain(self, content: dict[str, Any]) -> servers.PlainServer:
@@ -123,40 +130,27 @@ async def warm_server(content: dict[str, Any]) -> AsyncIterator[servers.PlainSer
 # --- killing ----------------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def victims(which: str) -> Any:
-    """Have `failover` kill the ``core``, a ``rank`` by its number or the ``api`` server of the active engine."""
-    before = failover.engine_of
-
-    async def inner(node: Node, role: str, worker: str | None = None) -> dict[str, Any]:
-        found = await before(node, role, worker)
-        (core,) = psutil.Process(found["pid"]).children()
-        return {**found, "pid": core.pid if which == "core" else ranks_of(core)[int(which.removeprefix("rank"))].pid}
-
-    if which != "api":
-        failover.engine_of = inner
-    try:
-        yield
-    finally:
-        failover.engine_of = before
-
-
-def ranks_of(core: psutil.Process) -> list[psutil.Process]:
-    """Return the ranks of an EngineCore, in order: all that it has forked but multiprocessing's own helper."""
-    found = [child for child in core.children() if not any("resource_tracker" in word for word in child.cmdline())]
-    return sorted(found, key=lambda child: child.pid)
-
-
 async def killed(
-    node: Node, count: int, found: dict[str, Any], *, streams: int, tokens: int, output: int = 96, kinds: Sequence[str] = ("core", "api")
+    rig: Rig,
+    node: Node,
+    count: int,
+    found: dict[str, Any],
+    *,
+    streams: int,
+    tokens: int,
+    output: int = 96,
+    kinds: Sequence[str] = ("core", "api"),
 ) -> None:
-    """Kill ``kinds`` one after another, ``count`` times in all; all figures by kind go to ``found``."""
+    """Kill ``kinds`` one after another, ``count`` times in all; all figures by kind go to ``found``, which is saved after each."""
+    plan = replace(plan_of(0, streams, tokens, output=output), settle_timeout_s=180.0)
+    reference = await failover.refer(node, plan, say)
     for number, which in enumerate(kinds):
         times = count // len(kinds) + (number < count % len(kinds))
         if times:
+            say(f"kills of {which}: {times}")
             with victims(which):
-                plan = replace(plan_of(times, streams, tokens, output=output), settle_timeout_s=180.0)
-                found[which] = await kills(node, plan)
+                found[which] = await kills(node, replace(plan, kills=times), reference)
+            rig.save()
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------------------
@@ -194,12 +188,12 @@ def slow(stream: Stream, begin: float, above_ms: float) -> list[list[float]]:
 
 async def shadow(rig: Rig, found: dict[str, Any], factor: float) -> None:
     node = await rig.node(rig.setting.content(), found)
-    await killed(node, scaled(20, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS)
+    await killed(rig, node, scaled(20, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS)
 
 
 async def exact(rig: Rig, found: dict[str, Any], factor: float) -> None:
     node = await rig.node(rig.setting.content(VLLM_BATCH_INVARIANT="1"), found)
-    await killed(node, scaled(4, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300)
+    await killed(rig, node, scaled(4, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300)
 
 
 def two_gpus(setting: Setting, found: dict[str, Any]) -> Setting | None:
@@ -217,18 +211,26 @@ def two_gpus(setting: Setting, found: dict[str, Any]) -> Setting | None:
 
 async def tp2(rig: Rig, found: dict[str, Any], factor: float) -> None:
     if pair := two_gpus(rig.setting, found):
-        node = await rig.node(pair.content(), found)
-        await killed(node, scaled(12, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS, kinds=PROCESSES)
+        node = await rig.node(pair.content(), found, timeout_s=PAIR_START_S)
+        await killed(rig, node, scaled(12, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS, kinds=PROCESSES)
 
 
 async def tp2_exact(rig: Rig, found: dict[str, Any], factor: float) -> None:
     if pair := two_gpus(rig.setting, found):
-        node = await rig.node(pair.content(VLLM_BATCH_INVARIANT="1"), found)
-        await killed(node, scaled(8, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300, kinds=PROCESSES)
+        node = await rig.node(pair.content(VLLM_BATCH_INVARIANT="1"), found, timeout_s=PAIR_START_S)
+        await killed(rig, node, scaled(8, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300, kinds=PROCESSES)
+
+
+async def tp2_beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
+    if pair := two_gpus(rig.setting, found):
+        await on_a_node_beside(await rig.node(pair.content(), found, timeout_s=PAIR_START_S), found)
 
 
 async def beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
-    node = await rig.node(rig.setting.content(), found)
+    await on_a_node_beside(await rig.node(rig.setting.content(), found), found)
+
+
+async def on_a_node_beside(node: Node, found: dict[str, Any]) -> None:
     await node.wait_for("healthy", "chat", 180.0)
     await streams_at(node.url, 16, 1000, 100)
     before = found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 1500))
@@ -254,7 +256,7 @@ async def beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
 
 async def respawn(rig: Rig, found: dict[str, Any], factor: float) -> None:
     node = await rig.node(rig.setting.content(), found, Mode.RESPAWN)
-    await killed(node, scaled(5, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS)
+    await killed(rig, node, scaled(5, factor), found.setdefault("256k tokens", {}), streams=32, tokens=TOKENS)
 
 
 async def plain(rig: Rig, found: dict[str, Any], factor: float) -> None:
@@ -291,12 +293,13 @@ SECTIONS: dict[str, Callable[[Rig, dict[str, Any], float], Awaitable[None]]] = {
     "exact": exact,
     "tp2-exact": tp2_exact,
     "tp2": tp2,
+    "tp2-beside": tp2_beside,
 }
 
 
 async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path | None, seconds: float) -> int:
     began, load, done, status = time.monotonic(), machine.load(), {}, 0
-    rig, vllm = Rig(setting=setting), await version(setting)
+    vllm = await version(setting)
     before: dict[str, Any] = json.loads(save.read_text())["sections"] if save is not None and save.exists() else {}
 
     def saved() -> None:
@@ -307,6 +310,10 @@ async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path 
                 if "failed" not in found or name not in before  # what is known already is better than that
             }
             save.write_text(json.dumps(machine.document("gpu_vllm", load, {"sections": sections}), indent=1) + "\n")
+
+    rig, task = Rig(setting=setting, save=saved), asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
     async def cleared() -> None:
         try:
@@ -327,13 +334,18 @@ async def run(setting: Setting, wanted: Sequence[tuple[str, float]], save: Path 
             try:
                 async with asyncio.timeout(left_s):
                     await SECTIONS[name](rig, found, factor_of)
-            except (ShadowsupError, OSError, TimeoutError) as error:
+            except (ShadowsupError, OSError, TimeoutError, psutil.Error) as error:
                 say(f"{name} failed: {type(error).__name__}: {error}")
                 found["failed"], status = f"{type(error).__name__}: {error}", 1
                 saved()
                 await cleared()
+            except asyncio.CancelledError:
+                say(f"{name} was ended by SIGTERM")
+                found["failed"], status = "ended by SIGTERM", 1
+                break
             saved()
     finally:
+        saved()  # before a node is stopped, which takes its time
         await cleared()
         saved()
     print(table(done))
@@ -377,6 +389,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for vLLM's processes")
     parser.add_argument("--kv", default="40GiB")
+    parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="for vLLM, beside its defaults")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--seconds", type=float, default=3600.0, help="for everything")
     parser.add_argument("--factor", type=float, default=1.0, help="of the numbers of kills; SECTION=F has its own")
@@ -391,7 +404,7 @@ def main(arguments: Sequence[str]) -> int:
         except ValueError:
             parser.error(f"{one}: {own} is no factor")
     env = dict(one.split("=", 1) for one in options.env)
-    setting = Setting(model=options.model, python=options.python, env=env, kv=options.kv)
+    setting = Setting(model=options.model, python=options.python, env=env, kv=options.kv, args=options.args)
     return asyncio.run(run(setting, wanted, options.save, options.seconds))
 
 

@@ -25,7 +25,7 @@ from shadowsup.supervisor.bench.node import Node, engine_of
 from shadowsup.supervisor.bench.prompts import Chat, chats, payload, sized_chats
 from shadowsup.supervisor.errors import SupervisorError
 
-__all__ = ["Kill", "Plan", "chats_of", "difference", "measure", "undisturbed"]
+__all__ = ["Kill", "Plan", "Reference", "chats_of", "difference", "measure", "refer", "undisturbed"]
 
 STEPS = ("freeze", "promote", "first_token", "fence", "refill")
 """Of a recovery's timeline, each in ms from the verdict."""
@@ -79,28 +79,57 @@ class Kill:
         return min(self.resumed_ms, default=None)
 
 
-async def measure(node: Node, plan: Plan, progress: Progress = lambda _: None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What the prompts of a plan give undisturbed; holds for plans that differ from it in the number of kills alone.
+
+    ``blocks``: of KV that the node has; ``needed``: that the streams take.
+    """
+
+    prompts: Sequence[Chat]
+    streams: Sequence[Stream]
+    blocks: int
+    needed: int
+    rng: random.Random
+    """Says when to kill; goes on from plan to plan."""
+
+
+async def refer(node: Node, plan: Plan, progress: Progress = lambda _: None) -> Reference:
+    """Run the prompts of ``plan`` on ``node`` with nothing in the way.
+
+    Raises:
+        SupervisorError: a stream failed.
+    """
+    url = f"{node.url}/v1/chat/completions"
+    async with client_session() as session:
+        prompts = await chats_of(session, url, plan)
+        progress(f"undisturbed run of {plan.streams} streams")
+        streams = await undisturbed(session, url, plan, prompts)
+    blocks = (await node.worker(plan.worker))["kv"]["blocks"]
+    needed = sum(-(-_tokens(stream) // plan.block_tokens) for stream in streams)
+    if needed > blocks:
+        progress(f"warning: {plan.streams} streams need {needed} KV blocks of {blocks}: what is evicted counts as not cached")
+    return Reference(prompts=prompts, streams=streams, blocks=blocks, needed=needed, rng=random.Random(plan.seed + 1))
+
+
+async def measure(node: Node, plan: Plan, progress: Progress = lambda _: None, reference: Reference | None = None) -> dict[str, Any]:
     """Run ``plan`` against ``node``; return figures, ready for JSON.
+
+    Args:
+        reference: of this plan but for the number of kills, if there is one already (`refer`).
 
     Raises:
         SupervisorError: the node did not come back after a kill, or the undisturbed run failed.
     """
     url = f"{node.url}/v1/chat/completions"
-    rng = random.Random(plan.seed + 1)
+    known = reference or await refer(node, plan, progress)
     async with client_session() as session:
-        prompts = await chats_of(session, url, plan)
-        progress(f"undisturbed run of {plan.streams} streams")
-        references = await undisturbed(session, url, plan, prompts)
-        blocks = (await node.worker(plan.worker))["kv"]["blocks"]
-        needed = sum(-(-_tokens(reference) // plan.block_tokens) for reference in references)
-        if needed > blocks:
-            progress(f"warning: {plan.streams} streams need {needed} KV blocks of {blocks}: what is evicted counts as not cached")
         kills = []
         for number in range(plan.kills):
-            kill = await _one(node, plan, session, url, prompts, references, Kill(number=number, at_token=moment(plan, rng)), rng)
-            kills.append(kill)
+            kill = Kill(number=number, at_token=moment(plan, known.rng))
+            kills.append(await _one(node, plan, session, url, known.prompts, known.streams, kill, known.rng))
             progress(f"kill {number + 1}/{plan.kills}: first token after {kill.first_ms or -1:.0f} ms, {len(kill.wrong)} wrong")
-    return {**summary(plan, references, kills), "kv_blocks": blocks, "kv_blocks_needed": needed}
+    return {**summary(plan, known.streams, kills), "kv_blocks": known.blocks, "kv_blocks_needed": known.needed}
 
 
 def client_session() -> aiohttp.ClientSession:

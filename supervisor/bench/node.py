@@ -105,11 +105,11 @@ class Node:
                 return answer
         raise SupervisorError(f"the node has no worker {name or 'yet'}")
 
-    async def wait_for(self, state: str, worker: str | None = None, timeout_s: float = 120.0) -> dict[str, Any]:
-        """Wait until a worker's state is ``state``; return its part of the status.
+    async def wait_for(self, state: str, worker: str | None = None, timeout_s: float = 120.0, unless: str | None = None) -> dict[str, Any]:
+        """Wait until a worker's state is ``state``; return its part of the status. ``unless``: a state that it does not leave by itself.
 
         Raises:
-            SupervisorError: the node died or the state did not come in time.
+            SupervisorError: the node died, the state did not come in time, or ``unless`` came.
         """
         deadline = time.monotonic() + timeout_s
         seen = "nothing"
@@ -121,7 +121,11 @@ class Node:
                 seen = found["state"]
                 if seen == state:
                     return found
+            if seen == unless:
+                break
             await asyncio.sleep(0.1)
+        if seen == unless:
+            raise SupervisorError(f"the worker is {seen}: {self.tail()}")
         raise SupervisorError(f"the worker is {seen}, not {state}, after {timeout_s:.0f} s: {self.tail()}")
 
     def tail(self, lines: int = 20) -> str:
@@ -151,6 +155,7 @@ async def running(
     config: dict[str, Any] | Path,
     *,
     state: str | None = "healthy",
+    unless: str | None = None,
     timeout_s: float = 180.0,
     keep: bool = False,
     folder: Path | None = None,
@@ -161,13 +166,13 @@ async def running(
 
     Args:
         config: its content, or a file that is read; the node gets a folder and a port of its own.
-        state: of every worker, to wait for.
+        state: of every worker, to wait for. ``unless``: of any of them, with which waiting is of no use.
         folder: the caller's, instead of a temporary one.
         start: the command line, with ``{config}`` and ``{runtime}`` where these paths go.
         environment: added to this process's.
 
     Raises:
-        SupervisorError: it did not reach ``state`` in ``timeout_s``, or did not stop cleanly.
+        SupervisorError: it did not reach ``state`` in ``timeout_s``, one came to ``unless``, or it did not stop cleanly.
     """
     content: dict[str, Any] = yaml.safe_load(config.read_text()) if isinstance(config, Path) else json.loads(json.dumps(config))
     keep = keep or folder is not None
@@ -184,7 +189,7 @@ async def running(
     try:
         if state is not None:
             for worker in content["workers"]:
-                await node.wait_for(state, worker["name"], timeout_s)
+                await node.wait_for(state, worker["name"], timeout_s, unless)
         yield node
     finally:
         process = node.process
