@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from node_world import WAIT_S, FakeNode, running, worker
 
+PROMISED_S = 1.5
 SOON_S = 6.0
-"""Some 1.2 s on a machine that does nothing else, and 30 s, the ceiling, if nothing were learnt from the beats."""
+"""Always, however busy the machine is; 30 s, the ceiling, if nothing were learnt from the beats."""
+TRIES = 3
+"""A machine that does other things as well may keep the promise late once, and not each time."""
 
 
 @pytest.fixture
@@ -43,36 +46,41 @@ def test_p20_engines_that_stand_still_are_replaced_within_seconds_and_no_client_
         node.healthy()
         undisturbed = node.answer(tokens=300)
 
-        # The process is stopped: its heart is silent.
-        answer = node.ask(tokens=300)
-        answer.reached(60)
-        active = node.engine("active")
-        os.kill(active["pid"], signal.SIGSTOP)
-        stopped_s = time.monotonic()
-        found = recovered(node, 1)
-        assert "no heartbeat" in str(found["cause"])
-        assert verdict_s(node, active["id"]) - stopped_s < SOON_S
-        assert answer.done.wait(WAIT_S)
-        assert (answer.error, answer.text) == ("", undisturbed)
+        seen_s: dict[str, list[float]] = {"stopped": [], "stuck": []}
+        done = 0
+        while done < TRIES * 2 and not all(took_s and min(took_s) < PROMISED_S for took_s in seen_s.values()):
+            # The process is stopped: its heart is silent.
+            answer = node.ask(tokens=300)
+            answer.reached(60)
+            active = node.engine("active")
+            os.kill(active["pid"], signal.SIGSTOP)
+            stopped_s = time.monotonic()
+            found = recovered(node, done + 1)
+            assert "no heartbeat" in str(found["cause"])
+            seen_s["stopped"].append(verdict_s(node, active["id"]) - stopped_s)
+            assert answer.done.wait(WAIT_S)
+            assert (answer.error, answer.text) == ("", undisturbed)
 
-        # The step loop is stuck: its heart beats on.
-        answer = node.ask(tokens=300)
-        answer.reached(60)
-        active = node.engine("active")
-        wedge.touch()
-        stuck_s = time.monotonic()
-        found = recovered(node, 2)
-        assert "no step finished" in str(found["cause"])
-        assert verdict_s(node, active["id"]) - stuck_s < SOON_S
-        wedge.unlink()
-        assert answer.done.wait(WAIT_S)
-        assert (answer.error, answer.text) == ("", undisturbed)
+            # The step loop is stuck: its heart beats on.
+            answer = node.ask(tokens=300)
+            answer.reached(60)
+            active = node.engine("active")
+            wedge.touch()
+            stuck_s = time.monotonic()
+            found = recovered(node, done + 2)
+            assert "no step finished" in str(found["cause"])
+            seen_s["stuck"].append(verdict_s(node, active["id"]) - stuck_s)
+            wedge.unlink()
+            assert answer.done.wait(WAIT_S)
+            assert (answer.error, answer.text) == ("", undisturbed)
+            done += 2
+        assert all(min(took_s) < PROMISED_S and max(took_s) < SOON_S for took_s in seen_s.values()), seen_s
 
         # P34: the shadow is stopped, and nobody asks it anything.
         shadow = node.engine("shadow")
         os.kill(shadow["pid"], signal.SIGSTOP)
         node.until(lambda s: s["workers"][0]["state"] == "healthy" and all(e["id"] != shadow["id"] for e in s["workers"][0]["engines"]))
-        assert len(node.recoveries()) == 2
+        assert len(node.recoveries()) == done
         assert node.answer(tokens=300) == undisturbed
 
 

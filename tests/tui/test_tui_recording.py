@@ -145,7 +145,7 @@ def test_the_file_is_private_and_no_other_is_overwritten(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"hello", gzip.compress(b"{}\n"), gzip.compress(b'{"shadowsup_recording":1}\n'), gzip.compress(b"x\n")]
+    "data", [b"", b"hello", *(gzip.compress(text, mtime=0) for text in (b"{}\n", b'{"shadowsup_recording":1}\n', b"x\n"))], ids=range(5)
 )
 def test_what_is_no_recording_is_refused_in_words(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "r").write_bytes(data)

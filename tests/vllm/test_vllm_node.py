@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import time
@@ -67,23 +68,26 @@ async def test_an_engine_core_that_stands_still_is_found_by_its_beats(node: Node
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 async def test_an_api_server_that_stands_still_is_found_though_its_engine_core_beats(node: Node, busy: bool) -> None:
-    await node.wait_for("healthy", "chat", 150)
-    active = await engine_of(node, "active")
-    known = len((await node.call("recoveries"))["recoveries"])
-    asking = [asyncio.create_task(ask(node, prompt(40, 40), 1500))] if busy else []
-    while busy and not (await engine_of(node, "active"))["inflight"]:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    stopped_s = time.monotonic()
-    os.kill(active["pid"], signal.SIGSTOP)
-    while len((await node.call("recoveries"))["recoveries"]) == known:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
-    found_s = time.monotonic() - stopped_s
-    await asyncio.gather(*asking)
-    await node.wait_for("healthy", "chat", 150)
-    recovery: dict[str, Any] = (await node.call("recoveries"))["recoveries"][-1]
-    assert recovery["from_engine"] == active["id"] and recovery["kind"] == "shadow"
-    assert "its API server has not turned its event loop" in recovery["cause"] and "the process is stopped" in recovery["cause"]
-    assert found_s < (6.0 if busy else 10.0), recovery  # 1.5 and 3 on a machine that does nothing else
+    promised_s, always_s = (1.5, 6.0) if busy else (3.0, 10.0)
+    found_s: list[float] = []
+    while len(found_s) < 3 and min(found_s, default=math.inf) >= promised_s:  # a machine that does other things as well may be late once
+        await node.wait_for("healthy", "chat", 150)
+        active = await engine_of(node, "active")
+        known = len((await node.call("recoveries"))["recoveries"])
+        asking = [asyncio.create_task(ask(node, prompt(40, 40), 1500))] if busy else []
+        while busy and not (await engine_of(node, "active"))["inflight"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        stopped_s = time.monotonic()
+        os.kill(active["pid"], signal.SIGSTOP)
+        while len((await node.call("recoveries"))["recoveries"]) == known:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        found_s.append(time.monotonic() - stopped_s)
+        await asyncio.gather(*asking)
+        await node.wait_for("healthy", "chat", 150)
+        recovery: dict[str, Any] = (await node.call("recoveries"))["recoveries"][-1]
+        assert recovery["from_engine"] == active["id"] and recovery["kind"] == "shadow"
+        assert "its API server has not turned its event loop" in recovery["cause"] and "the process is stopped" in recovery["cause"]
+    assert min(found_s) < promised_s and max(found_s) < always_s, found_s
 
 
 async def test_streams_go_on_with_the_very_tokens_they_would_have_had(node: Node) -> None:
