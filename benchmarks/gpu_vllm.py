@@ -202,11 +202,9 @@ def two_gpus(setting: Setting, found: dict[str, Any]) -> Setting | None:
         found["left out"] = "needs two GPUs"
         say("left out, it needs two GPUs")
         return None
-    # What this machine asks of programs that use several GPUs: engines do not inherit it.
-    theirs = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_"))}
-    if theirs.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") != "0":
-        theirs["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"
-    return replace(setting, ranks=2, env=theirs | setting.env)
+    # Engines inherit what the machine says of its links (NCCL_*, NVSHMEM_*, TORCH_SYMM_MEM_*); vLLM has a switch of its own.
+    multicast = os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0") == "0"
+    return replace(setting, ranks=2, env=({} if multicast else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}) | setting.env)
 
 
 async def tp2(rig: Rig, found: dict[str, Any], factor: float) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from shadowsup.supervisor.errors import SupervisorError
 
-_INHERITED = re.compile(r"PATH|HOME|LANG|LC_[A-Z]+|TMPDIR|LD_LIBRARY_PATH|(?:HF|CUDA)_\w+|[a-z]+_proxy|[A-Z]+_PROXY")
+# NCCL's, NVSHMEM's and the like are a machine's: which links and interfaces its GPUs may use among each other.
+_INHERITED = re.compile(
+    r"PATH|HOME|LANG|LC_[A-Z]+|TMPDIR|LD_LIBRARY_PATH|(?:HF|CUDA|NCCL|NVSHMEM|TORCH_SYMM_MEM)_\w+|[a-z]+_proxy|[A-Z]+_PROXY"
+)
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 

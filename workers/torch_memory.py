@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.weights import KeptTensor
 
 
@@ -18,10 +19,19 @@ def view(kept: KeptTensor, device: torch.device) -> torch.Tensor:
 
 
 def as_bytes(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return (size,) uint8 over memory that somebody else keeps mapped."""
+    """Return (size,) uint8 over memory that somebody else keeps mapped.
+
+    Raises:
+        WorkerError: (fatal) it lies on another device than ``device``.
+    """
     if device.type == "cpu":
         # A ctypes array: torch would warn of a read-only numpy array, and numpy of none.
         return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
     from shadowsup.workers.cuda_memory import DeviceBytes
 
-    return torch.as_tensor(DeviceBytes(address, size), device=device)
+    found = torch.as_tensor(DeviceBytes(address, size), device=device)
+    if found.data_ptr() != address:  # torch copies what lies on another device: nothing written there would ever be kept
+        raise WorkerError(
+            f"memory that should be on {device} is on another device", "see CUDA_VISIBLE_DEVICES in the engine's environment", fatal=True
+        )
+    return found

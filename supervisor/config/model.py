@@ -330,7 +330,8 @@ class WorkerConfig(Section):
     kv: KvSection = KvSection()
     """The KV cache."""
     env: dict[Annotated[str, Field(pattern=ENV_NAME_PATTERN)], Text] = {}
-    """Environment of the engines, beside PATH, HOME, LANG, HF_*, *_proxy, LD_LIBRARY_PATH and CUDA_*; nothing else is inherited."""
+    """Environment of the engines, beside PATH, HOME, LANG, HF_*, *_proxy, LD_LIBRARY_PATH, CUDA_*, NCCL_*, NVSHMEM_* and
+    TORCH_SYMM_MEM_*; nothing else is inherited."""
     env_file: FilePath | None = None
     """NAME=VALUE lines, mode 0600; the values are never shown."""
     health: HealthSection = HealthSection()
