@@ -75,6 +75,8 @@ WORD = 7.6
 """Tokens (bytes) of a word of the prompts, with its space: a dummy model has no tokenizer."""
 
 STARTED_S = time.monotonic()
+MOST_RESTARTS = 2
+"""Until a node is up."""
 LOG_LINES = int(os.environ.get("BENCH_LOG_LINES", "0"))
 """Of each log of a node, shown at its end; of one that failed some are shown in any case."""
 
@@ -142,6 +144,11 @@ class Gpus:
         return self.used() - used
 
 
+def hopeless(worker: dict[str, Any]) -> bool:
+    """Whether a worker that starts will not come up: it is down, or one engine after another has ended."""
+    return worker["state"] == "down" or worker["restarts"] > MOST_RESTARTS
+
+
 @contextlib.asynccontextmanager
 async def a_node(
     content: dict[str, Any], found: dict[str, Any], mode: Mode = Mode.SHADOW, neighbour: int | None = None, timeout_s: float = 300.0
@@ -154,7 +161,7 @@ async def a_node(
         changed = for_mode(content, "chat", mode)
         if neighbour is not None:
             changed = gpu_neighbours.with_neighbour(changed, neighbour)
-        async with running(changed, environment=mode.environment, timeout_s=timeout_s, unless="down", keep=True) as node:
+        async with running(changed, environment=mode.environment, timeout_s=timeout_s, hopeless=hopeless, keep=True) as node:
             found["start_s"] = round(time.monotonic() - started_s, 2)
             shown = (await node.status())["memkeeper"]
             found["memory"] = {"kept": shown["bytes"], "used": gpu.used() - before}

@@ -6,7 +6,7 @@ FILE that are not run now stay in it. Sections:
 
 * ``shadow``: a parked shadow, 32 streams over 256k tokens of KV; by turns the API server and the EngineCore are killed. bfloat16 is not
   batch-invariant: a stream that goes on another way than undisturbed is counted as diverged, one that broke or ended early as wrong.
-* ``exact``: with VLLM_BATCH_INVARIANT=1; every token of 16 streams is compared with an undisturbed run.
+* ``exact``: with VLLM_BATCH_INVARIANT=1; every token of 16 streams is compared with an undisturbed run, and that with another one.
 * ``beside``: 16 streams while a shadow starts beside them (from the kill of the one before until it is parked), and without.
 * ``respawn``: no shadow: an engine forked from the nursery over kept memory.
 * ``plain``: vLLM without shadowsup, restarted at once; its clients ask again.
@@ -140,10 +140,19 @@ async def killed(
     tokens: int,
     output: int = 96,
     kinds: Sequence[str] = ("core", "api"),
+    control: dict[str, Any] | None = None,
 ) -> None:
-    """Kill ``kinds`` one after another, ``count`` times in all; all figures by kind go to ``found``, which is saved after each."""
+    """Kill ``kinds`` one after another, ``count`` times in all; all figures by kind go to ``found``, which is saved after each.
+
+    ``control``: gets how many streams go another way without any kill, from one undisturbed run (that computes the prompts) to the next.
+    """
     plan = replace(plan_of(0, streams, tokens, output=output), settle_timeout_s=180.0)
     reference = await failover.refer(node, plan, say)
+    if control is not None:
+        again = (await failover.refer(node, plan, say)).streams
+        differ = [told for one, other in zip(reference.streams, again, strict=True) if (told := failover.difference(one, other))]
+        control["undisturbed again"] = {"streams": len(again), "diverged": len(differ)}
+        say(f"undisturbed again: {len(differ)} of {len(again)} differ {differ[:2]}")
     for number, which in enumerate(kinds):
         times = count // len(kinds) + (number < count % len(kinds))
         if times:
@@ -193,7 +202,7 @@ async def shadow(rig: Rig, found: dict[str, Any], factor: float) -> None:
 
 async def exact(rig: Rig, found: dict[str, Any], factor: float) -> None:
     node = await rig.node(rig.setting.content(VLLM_BATCH_INVARIANT="1"), found)
-    await killed(rig, node, scaled(4, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300)
+    await killed(rig, node, scaled(4, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300, control=found)
 
 
 def two_gpus(setting: Setting, found: dict[str, Any]) -> Setting | None:
@@ -216,7 +225,17 @@ async def tp2(rig: Rig, found: dict[str, Any], factor: float) -> None:
 async def tp2_exact(rig: Rig, found: dict[str, Any], factor: float) -> None:
     if pair := two_gpus(rig.setting, found):
         node = await rig.node(pair.content(VLLM_BATCH_INVARIANT="1"), found, timeout_s=PAIR_START_S)
-        await killed(rig, node, scaled(8, factor), found.setdefault("16 streams", {}), streams=16, tokens=1000, output=300, kinds=PROCESSES)
+        await killed(
+            rig,
+            node,
+            scaled(8, factor),
+            found.setdefault("16 streams", {}),
+            streams=16,
+            tokens=1000,
+            output=300,
+            kinds=PROCESSES,
+            control=found,
+        )
 
 
 async def tp2_beside(rig: Rig, found: dict[str, Any], factor: float) -> None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +105,30 @@ class Node:
                 return answer
         raise SupervisorError(f"the node has no worker {name or 'yet'}")
 
-    async def wait_for(self, state: str, worker: str | None = None, timeout_s: float = 120.0, unless: str | None = None) -> dict[str, Any]:
-        """Wait until a worker's state is ``state``; return its part of the status. ``unless``: a state that it does not leave by itself.
+    async def wait_for(
+        self, state: str, worker: str | None = None, timeout_s: float = 120.0, hopeless: Callable[[dict[str, Any]], bool] | None = None
+    ) -> dict[str, Any]:
+        """Wait until a worker's state is ``state``; return its part of the status. ``hopeless``: whether to give up at this status of it.
 
         Raises:
-            SupervisorError: the node died, the state did not come in time, or ``unless`` came.
+            SupervisorError: the node died, the state did not come in time, or it is hopeless.
         """
         deadline = time.monotonic() + timeout_s
         seen = "nothing"
         while time.monotonic() < deadline:
             if self.process.returncode is not None:
                 raise SupervisorError(f"the node exited with {self.process.returncode}: {self.tail()}")
+            found: dict[str, Any] | None = None
             with contextlib.suppress(SupervisorError):
                 found = await self.worker(worker)
                 seen = found["state"]
                 if seen == state:
                     return found
-            if seen == unless:
-                break
+            if found is not None and hopeless is not None and hopeless(found):
+                raise SupervisorError(
+                    f"the worker is {seen} ({found['reason'] or 'no reason given'}), after {found['restarts']} restarts: {self.tail()}"
+                )
             await asyncio.sleep(0.1)
-        if seen == unless:
-            raise SupervisorError(f"the worker is {seen}: {self.tail()}")
         raise SupervisorError(f"the worker is {seen}, not {state}, after {timeout_s:.0f} s: {self.tail()}")
 
     def tail(self, lines: int = 20) -> str:
@@ -155,7 +158,7 @@ async def running(
     config: dict[str, Any] | Path,
     *,
     state: str | None = "healthy",
-    unless: str | None = None,
+    hopeless: Callable[[dict[str, Any]], bool] | None = None,
     timeout_s: float = 180.0,
     keep: bool = False,
     folder: Path | None = None,
@@ -166,13 +169,13 @@ async def running(
 
     Args:
         config: its content, or a file that is read; the node gets a folder and a port of its own.
-        state: of every worker, to wait for. ``unless``: of any of them, with which waiting is of no use.
+        state: of every worker, to wait for. ``hopeless``: whether to give up at the status of one.
         folder: the caller's, instead of a temporary one.
         start: the command line, with ``{config}`` and ``{runtime}`` where these paths go.
         environment: added to this process's.
 
     Raises:
-        SupervisorError: it did not reach ``state`` in ``timeout_s``, one came to ``unless``, or it did not stop cleanly.
+        SupervisorError: it did not reach ``state`` in ``timeout_s``, that is hopeless, or it did not stop cleanly.
     """
     content: dict[str, Any] = yaml.safe_load(config.read_text()) if isinstance(config, Path) else json.loads(json.dumps(config))
     keep = keep or folder is not None
@@ -189,7 +192,7 @@ async def running(
     try:
         if state is not None:
             for worker in content["workers"]:
-                await node.wait_for(state, worker["name"], timeout_s, unless)
+                await node.wait_for(state, worker["name"], timeout_s, hopeless)
         yield node
     finally:
         process = node.process
