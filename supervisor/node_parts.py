@@ -42,6 +42,9 @@ log = logging.getLogger("shadowsup.parts")
 SPARE_AGAIN_S = 5.0
 """How soon a nursery is asked for another spare after one could not be made or has died."""
 
+SPARE_COMES_S = 1.0
+"""How long a nursery that is stopped may still be forking a spare."""
+
 
 class ScribePart(Part):
     """Writes what the others print. Its own output goes to a file of its own: it cannot read itself."""
@@ -188,6 +191,7 @@ class NurseryPart(Part):
         self._on_exited = on_exited
         self._spare: Spare | None = None
         self._spare_timer: asyncio.TimerHandle | None = None
+        self._cloning: asyncio.Task[None] | None = None
 
     def argv(self, ready_fd: int) -> Sequence[str]:
         command = [self._python, "-m", "shadowsup.workers.nursery", "--socket", str(self._socket)]
@@ -261,7 +265,10 @@ class NurseryPart(Part):
             self._spare_later()
 
     def _spare_later(self) -> None:
-        self._spare_timer = self._loop.call_later(SPARE_AGAIN_S, lambda: self.host.run_task(self._make_spare()))
+        self._spare_timer = self._loop.call_later(SPARE_AGAIN_S, self._clone)
+
+    def _clone(self) -> None:
+        self._cloning = self.host.run_task(self._make_spare())
 
     def _drop_spare(self) -> None:
         if self._spare_timer is not None:
@@ -276,6 +283,9 @@ class NurseryPart(Part):
 
     async def stop(self, *, signal_number: int = signal.SIGTERM, timeout_s: float = 5.0) -> None:
         spare, self._spare = self._spare, None
+        self.retire()
+        if self._cloning is not None:  # a spare that comes now is ended there
+            await asyncio.wait({self._cloning}, timeout=SPARE_COMES_S)
         if spare is not None:  # it would end by itself, but a node that has stopped leaves no process, not even for a moment
             await spare.end()
         await super().stop(signal_number=signal_number, timeout_s=timeout_s)
@@ -286,7 +296,7 @@ class NurseryPart(Part):
 
     def changed(self) -> None:
         if self.state is PartState.RUNNING:
-            self.host.run_task(self._make_spare())
+            self._clone()
         states = {PartState.RUNNING: NurseryState.READY, PartState.STARTING: NurseryState.STARTING}
         self._on_state(self, states.get(self.state, NurseryState.DOWN if self.policy.wanted else NurseryState.NONE))
 
