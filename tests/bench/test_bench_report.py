@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import getpass
-import importlib.util
 import json
 import socket
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from bench_world import benchmark
 
 from shadowsup.supervisor.bench import machine
 from shadowsup.supervisor.bench.tables import milliseconds, setting, tables
@@ -23,11 +23,7 @@ GPU_MARKERS = "<!-- results-gpu -->\n<!-- /results-gpu -->\n"
 
 @pytest.fixture(scope="module")
 def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_report", ROOT / "benchmarks" / "report.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("report")
 
 
 def ranks(value: float) -> dict[str, float]:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import psutil
 import pytest
+from bench_world import benchmark
 
 from shadowsup.errors import ShadowsupError
-
-ROOT = Path(__file__).parents[2]
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -40,11 +37,7 @@ signal.pause()
 
 @pytest.fixture(scope="module")
 def processes() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_processes", ROOT / "benchmarks" / "vllm_processes.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("vllm_processes")
 
 
 @pytest.fixture
