@@ -29,6 +29,10 @@ ALERT_S = 1.0
 
 log = logging.getLogger("shadowsup.beats")
 
+_TAKEN_OVER = b"\0"
+"""With this begin the names that ZeroMQ makes up: of a connection whose own name a newer one has, though there was still something to be
+read from it. Whoever dials again repeats what may be lost (`shadowsup.workers.heartbeat`); beats are not missed."""
+
 
 class BeatRouter:
     """Needs a running loop.
@@ -139,6 +143,9 @@ class BeatRouter:
             return
         peer = identity.decode(errors="replace")
         name = SENSOR if isinstance(report, SensorBeat) else getattr(report, "engine", GATEWAY)
+        if name != peer and identity[:1] == _TAKEN_OVER:
+            log.debug("%s spoke on a connection that another one of its name has taken over meanwhile", name)
+            return
         if name != peer:
             # Nobody speaks for another engine: a confused process must not confuse the policy.
             self.rejected += 1

@@ -217,6 +217,45 @@ async def test_garbage_and_false_names_are_counted_and_dropped(tmp_path: Path, c
         router.close()
 
 
+async def test_a_connection_that_its_successor_has_overtaken_is_no_false_name(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """So it is at each start of vLLM: its API server beats until it has forked EngineCore, which goes on under the same name."""
+    heard: asyncio.Queue[Report] = asyncio.Queue()
+
+    def take(peer: str, report: Report) -> bool:
+        heard.put_nowait(report)
+        return False
+
+    router = BeatRouter(context, tmp_path / "beat.sock", take)
+    router._watch(False)  # as while nothing happens: what the first one says waits unread when the second one comes
+    first, second = Peer(context, router, "chat.1"), Peer(context, router, "chat.1")
+    try:
+        first.socket.send(encode(beat("chat.1", 1)))
+        second.socket.send(encode(beat("chat.1", 2)))
+        found: list[Report] = []
+        async with asyncio.timeout(30.0):
+            while not any(isinstance(report, Beat) and report.step == 2 for report in found):
+                router.drain()
+                await asyncio.sleep(0.001)
+                while not heard.empty():
+                    found.append(heard.get_nowait())
+        first.socket.send(encode(beat("chat.1", 3)))
+        second.socket.send(encode(beat("chat.1", 4)))
+        async with asyncio.timeout(30.0):
+            while not any(isinstance(report, Beat) and report.step == 4 for report in found):
+                router.drain()
+                await asyncio.sleep(0.001)
+                while not heard.empty():
+                    found.append(heard.get_nowait())
+        assert not any(isinstance(report, Beat) and report.step == 3 for report in found)
+        assert router.rejected == 0 and not caplog.records
+    finally:
+        for peer in (first, second):
+            peer.socket.close()
+        router.close()
+
+
 # --- records ------------------------------------------------------------------------------------------------------------------------
 
 

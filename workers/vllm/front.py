@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,6 @@ from shadowsup.workers.errors import WorkerError
 from shadowsup.workers.heartbeat import Heart, Vitals
 from shadowsup.workers.vllm import turns
 from shadowsup.workers.vllm.arguments import ENVIRONMENT
-
-HANDOVER_S = 0.02
-"""Between our last beat and EngineCore's first, which comes by the same name: the supervisor has read the one when it is greeted by the
-other."""
 
 log = logging.getLogger("shadowsup.engine")
 
@@ -61,7 +56,6 @@ class Front:
         heart, self._heart = self._heart, None
         if heart is not None:
             heart.stop()
-            time.sleep(HANDOVER_S)
 
     def forked(self) -> None:
         """EngineCore has the lifeline; its end must be seen. From now on EngineCore's beats tell whether this process's loop turns."""
