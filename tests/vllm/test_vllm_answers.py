@@ -303,6 +303,41 @@ async def test_what_waits_is_let_go_once_and_a_client_that_leaves_takes_it_along
                         await asyncio.sleep(0.01)
 
 
+async def test_nothing_runs_on_of_what_is_refused_when_it_is_let_go(node: Node) -> None:
+    session, active = await engine(node)
+    async with session, line_to(active._path) as (_, writer):
+        path, body = chat(temperature=0, ignore_eos=True, max_tokens=1500, **NO_THOUGHTS)
+        answer, told = Answer(asked_for(active, path, body)), Told()
+        await active.tell(path, asked_for(active, path, body), answer, told, 20)
+        replay = answer.replay()
+        assert replay is not None
+        asked = asked_for(active, path, body | {"stop": [told.texts["content"][5:9]]})  # the output has it: it cannot have been delivered
+        headers = {"Content-Type": "application/json", "X-Request-Id": "refused"}
+        sent = asked.written_ahead("refused", "refused", replay.prompt_ids)
+        before = await generated(session)
+        async with session.post("http://localhost" + path, data=sent, headers=headers) as response:
+            ids, pieces = little_endian(replay.output_ids), little_endian(replay.pieces)
+            go = staged.Go(key="refused", request="refused", epoch=1, output=ids, pieces=pieces)
+            await response.content.readuntil(b"\n\n")  # it waits
+            writer.write(pack(staged.encode([go])))
+            said = await response.text()
+        assert "the output that was delivered has the stop string" in said
+        async with asyncio.timeout(30):
+            while (await metric(session, "num_requests_running")) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert await generated(session) - before < 1000
+
+
+async def metric(session: aiohttp.ClientSession, name: str) -> float:
+    async with session.get("http://localhost/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+async def generated(session: aiohttp.ClientSession) -> float:
+    return await metric(session, "generation_tokens_total")
+
+
 async def test_output_that_is_replayed_is_no_prompt(node: Node) -> None:
     """The control: had it been appended to the prompt, the penalties would have forgotten it."""
     session, active = await engine(node)

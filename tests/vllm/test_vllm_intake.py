@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import warnings
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm_world
 
+from shadowsup.wire import staged
 from shadowsup.wire.link import Sampling, Submit
 
 pytestmark = pytest.mark.vllm
@@ -23,6 +26,7 @@ with warnings.catch_warnings():
 
     from shadowsup.workers.vllm.replay import claim as claims
     from shadowsup.workers.vllm.replay import core as intake
+    from shadowsup.workers.vllm.replay import front, stage
     from shadowsup.workers.vllm.scheduler import Kept
 
 ADD, ABORT = EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT
@@ -91,3 +95,67 @@ def test_a_canary_that_is_there_already_is_not_taken_again() -> None:
     for number in (1, 1, 2):
         scheduler.canary(Submit(rid=f"canary {number}", epoch=1, prompt_ids=(0,), sampling=Sampling(max_tokens=1, seed=0)))
     assert scheduler.waits == ["canary 1", "canary 2"]
+
+
+def test_what_was_delivered_is_retold_before_anything_new_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EngineCore hears of a request that goes on before this is done, and may be faster."""
+    order: list[Any] = []
+    waiting = SimpleNamespace(state="its state", output=[])
+    collector = SimpleNamespace(waiting=waiting, tell=lambda retold: order.append(retold))
+    gone = SimpleNamespace(waiting=SimpleNamespace(state=None, output=[]), tell=None)
+    monkeypatch.setattr(front, "told", lambda state, output, pieces: (state, output, pieces))
+    monkeypatch.setitem(stage._original, "process", lambda processor, outputs: order.append(outputs) or "done")
+    stage._learn(gone, staged.Told(key="gone", output=packed(7), pieces=packed(1)))
+    stage._learn(collector, staged.Told(key="k", output=packed(1, 2, 3), pieces=packed(2, 1)))
+    stage._learn(collector, staged.Go(key="k", request="r", epoch=2, output=packed(4), pieces=packed(1)))
+    assert (waiting.output, order) == ([1, 2, 3, 4], [])
+    assert stage._process_outputs("a processor", "new") == "done"
+    assert order == [("its state", [1, 2, 3], [2, 1]), ("its state", [4], [1]), "new"]
+    assert stage._process_outputs("a processor", "newer") == "done"
+    assert order[3:] == ["newer"]
+
+
+@pytest.mark.parametrize(("output", "pieces", "why"), [((), (), "no output"), ((1, 2), (1,), "1 ids in pieces"), ((1, 2), (2,), "a stop")])
+async def test_of_what_is_refused_nothing_is_left(
+    output: tuple[int, ...], pieces: tuple[int, ...], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself forgets to: it takes a refusal for one of a request that has not begun."""
+    ended: list[Any] = []
+
+    class Llm:
+        async def abort(self, request_id: str, internal: bool) -> None:
+            ended.append((request_id, internal))
+
+    def told(state: Any, output: list[int], pieces: list[int]) -> Any:
+        raise front.refusal("a stop string")
+
+    params = SimpleNamespace(max_tokens=9)
+    waiting = SimpleNamespace(state="its state", output=[], llm=Llm(), request=SimpleNamespace(request_id="r-1", sampling_params=params))
+    said: list[Exception] = []
+    collector = Collector(waiting, said.append)
+    monkeypatch.setattr(front, "told", told)
+    monkeypatch.setattr(front, "only_once", lambda request, epoch: None)
+    monkeypatch.setitem(stage._waiting, "k", collector)
+    go: list[Any] = []
+    assert stage._take(staged.Go(key="k", request="r", epoch=2, output=packed(*output), pieces=packed(*pieces)), go)
+    assert go == ([collector] if why == "a stop" else []), "what cannot be taken at all never reaches EngineCore"
+    stage._retell()
+    async with asyncio.timeout(10):
+        while not ended:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert ended == [("r-1", True)] and why in str(said[0]) and "k" not in stage._waiting
+
+
+class Collector:
+    """Can be referred to weakly."""
+
+    def __init__(self, waiting: Any, put: Any) -> None:
+        self.waiting = waiting
+        self.put = put
+
+    def tell(self, retold: Any) -> None:
+        raise AssertionError("nothing is retold of it")
+
+
+def packed(*ids: int) -> bytes:
+    return array("I", ids).tobytes()

@@ -1,10 +1,12 @@
-"""Seams: `AsyncLLM.__init__` and `_add_request` (read in 0.26.0 and 0.32.0, run with 0.32.0): requests that come ahead of a failover.
+"""Seams: `AsyncLLM.__init__` and `_add_request`, `OutputProcessor.process_outputs` (read in and run with 0.26.0 and 0.32.0): requests
+that come ahead of a failover.
 
 The gateway sends a parked engine every request that may be replayed to it, when its stream has begun, as it would replay it. Such a request
 goes vLLM's own way, from the parsing of its body to the making of its parameters and the start of its answer, and stops where it would be
 handed to EngineCore: EngineCore is given it to hold back (`shadowsup.workers.vllm.replay.core`), and the output that its stream gets
 meanwhile is retold as it comes. In the failover `Go` names it and brings the last few tokens; what is left to do does not depend on how
-long the prompt is.
+long the prompt is. EngineCore hears of it first; while it computes, this process retells those tokens (detokenizer and parsers take
+0.1 ms each), at the latest before the first new one is given to the request (`OutputProcessor.process_outputs`).
 
 It is the same code in the same order as a replay's, so what is said of a replay holds for it. What waits belongs to the connection that
 brought it: when that is closed vLLM aborts it like any request, and nothing of it is left. A `Go` for something that is not there is
@@ -18,6 +20,7 @@ import copy
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -37,15 +40,20 @@ READ_BYTES = 1 << 20
 _original: dict[str, Callable[..., Any]] = {}
 _waiting: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """By key: the collectors of requests that wait. vLLM keeps them as long as the request."""
+_untold: deque[tuple[str, Any, list[int], list[int]]] = deque()
+"""What is still to be retold: key, collector, output, its pieces."""
 _tasks: set[asyncio.Task[Any]] = set()
 
 
 def install() -> None:
     """Idempotent."""
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import OutputProcessor
 
     if _original:
         return
+    _original["process"] = OutputProcessor.process_outputs
+    OutputProcessor.process_outputs = _process_outputs
     _original["init"] = AsyncLLM.__init__
     _original["add"] = AsyncLLM._add_request
     AsyncLLM.__init__ = _init
@@ -135,6 +143,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                     if not _take(message, go):
                         unknown.append(staged.Unknown(key=message.key))
                 await _hand_on(go)
+                _retell()
             if unknown:
                 writer.write(pack(staged.encode(unknown)))
     except (FrameError, msgspec.MsgspecError, OSError) as error:
@@ -152,24 +161,51 @@ def _take(message: staged.ToServer, go: list[Any]) -> bool:
         if isinstance(message, staged.Go):
             del _waiting[message.key]
             front.only_once(message.request, message.epoch)
-        _tell(queue, message)
+        _learn(queue, message)
         if isinstance(message, staged.Go):
             _check(queue.waiting)
             go.append(queue)
-    except Exception as error:  # becomes its answer
-        _waiting.pop(message.key, None)
-        queue.put(error)
+    except Exception as error:
+        _fail(message.key, queue, error)
     return True
 
 
-def _tell(queue: Any, message: staged.ToServer) -> None:
-    waiting: _Waiting = queue.waiting
+def _learn(queue: Any, message: staged.ToServer) -> None:
     output, pieces = claims.ids_of(message.output), claims.ids_of(message.pieces)
     if sum(pieces) != len(output):
         raise front.refusal(f"{sum(pieces)} ids in pieces, but {len(output)} in all")
     if output:
-        waiting.output += output
-        queue.tell(front.told(waiting.state, output, pieces))
+        queue.waiting.output += output
+        _untold.append((message.key, queue, output, pieces))
+
+
+def _retell() -> None:
+    """Put what was generated elsewhere through the requests' detokenizers, in order, and have it given out."""
+    while _untold:
+        key, queue, output, pieces = _untold.popleft()
+        state = queue.waiting.state
+        if state is None:
+            continue  # its connection was closed meanwhile
+        try:
+            queue.tell(front.told(state, output, pieces))
+        except Exception as error:
+            _fail(key, queue, error)
+
+
+def _fail(key: str, queue: Any, error: Exception) -> None:
+    """Have ``error`` be the answer, and leave nothing of the request: vLLM takes one that is refused for one that has not begun."""
+    _waiting.pop(key, None)
+    queue.put(error)
+    waiting: _Waiting = queue.waiting
+    if waiting.state is not None:
+        task = asyncio.get_running_loop().create_task(waiting.llm.abort(waiting.request.request_id, internal=True))
+        _tasks.add(task)
+        task.add_done_callback(_tasks.discard)
+
+
+def _process_outputs(processor: Any, *args: Any, **kwargs: Any) -> Any:
+    _retell()  # what was delivered comes before what EngineCore says now
+    return _original["process"](processor, *args, **kwargs)
 
 
 def _check(waiting: _Waiting) -> None:
@@ -197,5 +233,5 @@ async def _hand_on(go: list[Any]) -> None:
             made.prompt_token_ids = []  # EngineCore has them
         try:
             await waiting.llm.engine_core.add_request_async(made)
-        except Exception as error:  # becomes its answer
-            queue.put(error)
+        except Exception as error:
+            _fail("", queue, error)
