@@ -230,3 +230,45 @@ def test_whatever_happens_the_ledger_says_what_is_cached(ledger: int, seed: int)
             assert pool.blocks[block_id].block_hash == digest + GROUP
             assert written[block_id] == digest + GROUP, "a block is said to hold what was never written to it"
             assert block_id not in pool._reserve
+
+
+def test_hits_are_found_and_taken_as_vllm_does_it(ledger: int) -> None:
+    """Same blocks, same queue, same counts, also where a hash has several blocks."""
+    rng = random.Random(0)
+    ours, theirs = promoted(ledger), BlockPool(BLOCKS, True, BLOCK)
+    theirs_free = [block.block_id for block in ours.free_block_queue.get_all_free_blocks()]
+    theirs.free_block_queue.get_all_free_blocks()
+    for block in list(theirs.free_block_queue.get_all_free_blocks()):
+        if block.block_id not in theirs_free:
+            theirs.free_block_queue.remove(block)  # the reserve
+    held: list[tuple[list[Any], list[Any]]] = []
+
+    def queue(pool: Any) -> list[int]:
+        return [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+
+    for turn in range(600):
+        assert ours.free_block_queue.num_free_blocks == theirs.free_block_queue.num_free_blocks
+        what = rng.random()
+        if what < 0.3 and queue(ours):
+            number = rng.randrange(8)  # few: the same hash is entered for several blocks
+            pair = []
+            for pool in (ours, theirs):
+                [block] = pool.get_new_blocks(1)
+                if block.block_hash is None:
+                    pool._insert_block_hash(key(number), block, num_tokens=BLOCK)
+                pair.append([block])
+            held.append((pair[0], pair[1]))
+        elif what < 0.6 and held:
+            for pool, blocks in zip((ours, theirs), held.pop(rng.randrange(len(held))), strict=True):
+                pool.free_blocks(blocks)
+        else:
+            hits = [pool.get_cached_block(key(rng_number)[:16], [0]) for rng_number in [rng.randrange(8)] for pool in (ours, theirs)]
+            assert [hit and [block.block_id for block in hit] for hit in hits[:1]] == [
+                hit and [block.block_id for block in hit] for hit in hits[1:]
+            ], turn
+            if hits[0] and hits[1]:
+                for pool, hit in zip((ours, theirs), hits, strict=True):
+                    pool.touch(hit)
+                held.append((hits[0], hits[1]))
+        assert [block.ref_cnt for block in ours.blocks] == [block.ref_cnt for block in theirs.blocks]
+    assert held

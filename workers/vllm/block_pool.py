@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from shadowsup.memkeeper.hashing import from_array, to_array
 from shadowsup.memkeeper.ledger import RESERVE, Follower, LedgerReader, LedgerWriter
@@ -217,6 +218,29 @@ class KeptBlockPool(BlockPool):
             journal.invalidate(doomed)
 
     # --- what vLLM calls -----------------------------------------------------------------------------------------------------------
+    # In a failover all blocks of all requests pass `get_cached_block` and `touch` within one step, where a microsecond for each is 15 ms
+    # (32 conversations of 8,000 tokens). These do what vLLM's do, in less time.
+
+    def get_cached_block(self, block_hash: bytes, kv_cache_group_ids: list[int]) -> list[Any] | None:
+        found = self.cached_block_hash_to_block._cache.get(block_hash + _GROUP)
+        if found.__class__ is KVCacheBlock and len(kv_cache_group_ids) == 1:
+            return [found]
+        cached: list[Any] | None = super().get_cached_block(block_hash, kv_cache_group_ids)
+        return cached
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        if self.metrics_collector is not None:
+            super().touch(blocks)
+            return
+        left = 0
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                before, after = block.prev_free_block, block.next_free_block
+                before.next_free_block, after.prev_free_block = after, before
+                block.prev_free_block = block.next_free_block = None
+                left += 1
+            block.ref_cnt += 1
+        self.free_block_queue.num_free_blocks -= left
 
     def _insert_block_hash(self, block_hash_with_group_id: bytes, block: Any, num_tokens: int | None) -> None:
         super()._insert_block_hash(block_hash_with_group_id, block, num_tokens)
