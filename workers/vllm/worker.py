@@ -6,17 +6,22 @@ With one rank vLLM runs it in EngineCore's process, with several each in one of 
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
+import time
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from shadowsup.workers.errors import WorkerError
-from shadowsup.workers.vllm import current, graphs, kv_memory, loader, pacing, refuse, sampling
+from shadowsup.workers.vllm import current, graphs, kv_memory, loader, pacing, refuse, rehearsal, sampling, token_ids
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
+
+log = logging.getLogger("shadowsup.engine")
 
 DEVICE_SHARE = 0.97
 ENGINE_BYTES = 4 * 1024**3
@@ -45,7 +50,12 @@ class KeptWorker(Worker):
         if not size:
             size = self._auto_size()
             self.cache_config.kv_cache_memory_bytes = size
-        return int(super().determine_available_memory())
+        # The compiled model is loaded here, a million objects that stay: the collector walked them again and again (an eighth of the time).
+        gc.disable()
+        try:
+            return int(super().determine_available_memory())
+        finally:
+            gc.enable()
 
     def _auto_size(self) -> int:
         """Every engine of the worker must come to the same: nothing that is free just now may matter."""
@@ -68,6 +78,7 @@ class KeptWorker(Worker):
         memory = kv_memory.KvMemory(self._kept, self.vllm_config, kv_cache_config, self.device)
         with memory:
             super().initialize_from_config(kv_cache_config)
+        token_ids.hasten(self.model_runner)
         memory.hold()
 
     def compile_or_warm_up_model(self) -> Any:
@@ -76,9 +87,21 @@ class KeptWorker(Worker):
                 stack.enter_context(pacing.beside_another(self.vllm_config, current.life().hurried.is_set))
             result = super().compile_or_warm_up_model()
             sampling.warm(self.model_runner)
+            if not self._kept.spec.hurry:
+                self._rehearse()
         if self.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize(self.device)
         self._kept.warmed()
         return result
+
+    def _rehearse(self) -> None:
+        """What goes wrong costs the first step after a promotion some time, and nothing else."""
+        alone = self.parallel_config.world_size == 1  # ranks are told at different moments, and must do the same
+        begun_s = time.monotonic()
+        try:
+            rehearsal.rehearse(self, current.life().hurried.is_set if alone else lambda: False)
+        except Exception:
+            log.exception("the first step after a promotion could not be rehearsed")
+        log.info("rehearsed in %.2f s", time.monotonic() - begun_s)

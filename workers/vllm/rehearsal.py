@@ -1,0 +1,128 @@
+"""Seam: the step that a failover begins with, before it counts (0.26 and 0.32; both model runners).
+
+vLLM warms up with prefills of a few tokens and decode steps of short requests. A failover begins otherwise: many requests at once, long
+contexts whose blocks are all there, and of each the last few tokens to compute. Kernels that such a step is the first to use are loaded in
+the midst of it: the driver loads a kernel when it is launched for the first time. So an engine that nobody waits for runs such steps, over
+scratch, and a decode step after each, which also uploads the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+CONTEXT_TOKENS = 262_144
+"""Of all requests of a step together: 32 GB of keys and values of an 8B Llama, which are read in 8 ms (H200)."""
+SHORT_TOKENS = 512
+"""A context for which attention is not split."""
+MOST_REQUESTS = 256
+MOST_ON_CPU = 2
+
+_NAME = "shadowsup-rehearsal-"
+
+log = logging.getLogger("shadowsup.engine")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One step: so many requests, each with so many tokens of context, the last ``computed`` of which it computes."""
+
+    requests: int
+    context: int
+    computed: int
+
+
+def scenes(*, requests: int, batch_tokens: int, model_len: int, block_tokens: int, on_cpu: bool = False) -> Iterator[Scene]:
+    """Yield what to rehearse.
+
+    Args:
+        requests: that may run at once.
+        batch_tokens: that a step may compute.
+        model_len: the longest context, in tokens.
+        block_tokens: of a KV block; a request that goes on computes at most so many.
+    """
+    most = min(requests, MOST_ON_CPU if on_cpu else MOST_REQUESTS)
+    count = 1
+    while True:
+        count = min(count, most)
+        longest = min(CONTEXT_TOKENS // count, model_len - 1)
+        for context in sorted({longest, min(longest, SHORT_TOKENS)} if not on_cpu else {min(longest, SHORT_TOKENS)}):
+            computed = min(block_tokens, batch_tokens // count, context)
+            if computed:
+                yield Scene(count, context, computed)
+        if count == most:
+            return
+        count *= 2
+
+
+def rehearse(worker: Any, hurried: Callable[[], bool]) -> None:
+    """Run the steps of `scenes` on a worker that is warm and whose KV is scratch.
+
+    Args:
+        worker: vLLM's.
+        hurried: asked between two of them: whether somebody waits for this engine now. The same on all ranks.
+    """
+    runner = worker.model_runner
+    scheduler = worker.vllm_config.scheduler_config
+    groups = runner.kv_cache_config.kv_cache_groups
+    size = min(int(group.kv_cache_spec.block_size) for group in groups)
+    for scene in scenes(
+        requests=scheduler.max_num_seqs,
+        batch_tokens=scheduler.max_num_batched_tokens,
+        model_len=worker.model_config.max_model_len,
+        block_tokens=size,
+        on_cpu=worker.device.type == "cpu",
+    ):
+        if hurried():
+            return
+        _play(worker, scene, [int(group.kv_cache_spec.block_size) for group in groups], int(runner.kv_cache_config.num_blocks))
+
+
+def _play(worker: Any, scene: Scene, block_sizes: Sequence[int], blocks: int) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    names = [f"{_NAME}{number}" for number in range(scene.requests)]
+    ids = [0] * scene.context
+    # Room for one token more; there may be fewer blocks than these requests would fill: what is read and written is scratch.
+    needed = [-(-(scene.context + 1) // size) for size in block_sizes]
+
+    def blocks_of(number: int) -> tuple[list[int], ...]:
+        return tuple([1 + (number * count + place) % max(1, blocks - 1) for place in range(count)] for count in needed)
+
+    first = SchedulerOutput.make_empty()
+    first.scheduled_new_reqs = [
+        NewRequestData(
+            req_id=name,
+            prompt_token_ids=ids,
+            mm_features=[],
+            sampling_params=SamplingParams(max_tokens=2, temperature=0.0),
+            pooling_params=None,
+            block_ids=blocks_of(number),
+            num_computed_tokens=scene.context - scene.computed,
+            lora_request=None,
+            prefill_token_ids=ids,
+        )
+        for number, name in enumerate(names)
+    ]
+    then = SchedulerOutput.make_empty()
+    then.scheduled_cached_reqs = CachedRequestData.make_empty()
+    then.scheduled_cached_reqs.req_ids = names
+    then.scheduled_cached_reqs.num_computed_tokens = [scene.context] * scene.requests
+    then.scheduled_cached_reqs.num_output_tokens = [1] * scene.requests
+    then.scheduled_cached_reqs.new_block_ids = [None] * scene.requests
+    over = SchedulerOutput.make_empty()
+    over.finished_req_ids = set(names)
+    try:
+        for output, computed in ((first, scene.computed), (then, 1)):
+            output.num_scheduled_tokens = dict.fromkeys(names, computed)
+            output.total_num_scheduled_tokens = computed * scene.requests
+            output.num_common_prefix_blocks = [0] * len(block_sizes)
+            worker.execute_model(output)
+            sampled = worker.sample_tokens(None)
+            if hasattr(sampled, "get_output"):
+                sampled.get_output()
+    finally:
+        worker.execute_model(over)
