@@ -7,7 +7,7 @@ FILE that are not run now stay in it. Sections:
 * ``shadow``: a parked shadow, 32 streams over 256k tokens of KV; by turns the API server and the EngineCore are killed. bfloat16 is not
   batch-invariant: a stream that goes on another way than undisturbed is counted as diverged, one that broke or ended early as wrong.
 * ``exact``: with VLLM_BATCH_INVARIANT=1; every token of 16 streams is compared with an undisturbed run, and that with another one.
-* ``beside``: 16 streams while a shadow starts beside them (from the kill of the one before until it is parked), and without.
+* ``beside``: rounds of 16 streams while a shadow starts beside them (from the kill of the one before until it is parked), and without.
 * ``respawn``: no shadow: an engine forked from the nursery over kept memory.
 * ``plain``: vLLM without shadowsup, restarted at once; its clients ask again.
 * ``tp2``, ``tp2-exact``, ``tp2-beside``: two GPUs, tensor parallel: as ``shadow``, ``exact`` and ``beside``, with either rank killed, and
@@ -29,7 +29,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ TOKENS = 8000
 """Of a prompt: 32 of them are 256k tokens of KV."""
 PROCESSES = ("rank0", "rank1", "core", "api")
 """Of an engine with two ranks."""
+ROUND_TOKENS = 1500
+"""Of each stream beside which a shadow starts."""
 PAIR_START_S = 200.0
 """For a node of two ranks to come up, nothing compiled yet: another section is to have its turn if it does not."""
 
@@ -176,20 +178,38 @@ async def streams_at(url: str, count: int, tokens: int, output: int, seed: int =
     return found
 
 
-def pace(streams: Sequence[Stream], begin: float | None = None, end: float | None = None) -> dict[str, Any]:
-    """Gaps between the tokens of each stream in ms, and tokens a second. Between two moments, else from the last first token to the
-    first end."""
-    begin = begin or max(stream.arrivals[0] for stream in streams)
-    end = end or min(stream.arrivals[-1] for stream in streams)
-    gaps = [(b - a) * 1e3 for stream in streams for a, b in itertools.pairwise(stream.arrivals) if begin < b <= end]
-    between = sum(tokens for stream in streams for at, tokens in zip(stream.arrivals, stream.counts, strict=True) if begin < at <= end)
-    return {"gap_ms": percentiles(gaps), "tokens_s": round(between / (end - begin), 1) if end > begin else None}
+Round = Sequence[Stream]
+"""Streams that began together."""
 
 
-def slow(stream: Stream, begin: float, above_ms: float) -> list[list[float]]:
-    """The gaps of one stream that are longer than ``above_ms``: [seconds since ``begin``, ms]."""
-    gaps = ((b - begin, (b - a) * 1e3) for a, b in itertools.pairwise(stream.arrivals) if b > begin)
-    return [[round(at, 3), round(gap, 1)] for at, gap in gaps if gap > above_ms]
+def windows(rounds: Sequence[Round], begin: float = float("-inf"), end: float = float("inf")) -> Iterator[tuple[Round, float, float]]:
+    """Yield each round with the time in which all of its streams ran, between two moments: from the last first token to the first end."""
+    for streams in rounds:
+        first = max(begin, *(stream.arrivals[0] for stream in streams))
+        last = min(end, *(stream.arrivals[-1] for stream in streams))
+        if first < last:
+            yield streams, first, last
+
+
+def pace(rounds: Sequence[Round], begin: float = float("-inf"), end: float = float("inf")) -> dict[str, Any]:
+    """Gaps between the tokens of each stream in ms, and tokens a second, in those `windows`."""
+    gaps: list[float] = []
+    tokens, seconds = 0, 0.0
+    for streams, first, last in windows(rounds, begin, end):
+        seconds += last - first
+        for stream in streams:
+            gaps += [(b - a) * 1e3 for a, b in itertools.pairwise(stream.arrivals) if first < b <= last]
+            tokens += sum(count for at, count in zip(stream.arrivals, stream.counts, strict=True) if first < at <= last)
+    return {"gap_ms": percentiles(gaps), "tokens_s": round(tokens / seconds, 1) if seconds else None}
+
+
+def slow(rounds: Sequence[Round], begin: float, end: float, above_ms: float) -> list[list[float]]:
+    """The gaps of one stream of each round that are longer than ``above_ms``: [seconds since ``begin``, ms]."""
+    found = []
+    for streams, first, last in windows(rounds, begin, end):
+        gaps = ((b - begin, (b - a) * 1e3) for a, b in itertools.pairwise(streams[0].arrivals) if first < b <= last)
+        found += [[round(at, 3), round(gap, 1)] for at, gap in gaps if gap > above_ms]
+    return found
 
 
 # --- sections ---------------------------------------------------------------------------------------------------------------------
@@ -248,27 +268,37 @@ async def beside(rig: Rig, found: dict[str, Any], factor: float) -> None:
 
 
 async def on_a_node_beside(node: Node, found: dict[str, Any]) -> None:
+    """Rounds of the same 16 streams, so that contexts are as long with a shadow beside them as without."""
     await node.wait_for("healthy", "chat", 180.0)
     await streams_at(node.url, 16, 1000, 100)
-    before = found["undisturbed"] = pace(await streams_at(node.url, 16, 1000, 1500))
-    asked = asyncio.create_task(streams_at(node.url, 16, 1000, 7000))
+    before = found["undisturbed"] = pace([await streams_at(node.url, 16, 1000, ROUND_TOKENS) for _ in range(2)])
+    parked = asyncio.Event()
+
+    async def go_on() -> list[Round]:
+        rounds: list[Round] = []
+        while not parked.is_set():
+            rounds.append(await streams_at(node.url, 16, 1000, ROUND_TOKENS))
+        return rounds
+
+    asked = asyncio.create_task(go_on())
     try:
         await asyncio.sleep(2.0)
         os.kill((await engine_of(node, "shadow"))["pid"], signal.SIGKILL)
         killed_s = time.monotonic()
         await asyncio.sleep(0.5)
-        await node.wait_for("healthy", "chat", 60.0)
+        await node.wait_for("healthy", "chat", 90.0)
         parked_s = time.monotonic()
-        streams = await asked
+        parked.set()
+        rounds = await asked
     finally:
         asked.cancel()
-    after = pace(streams, killed_s, min(parked_s, *(stream.arrivals[-1] for stream in streams)))
-    found["a shadow starts"] = after
+    after = found["a shadow starts"] = pace(rounds, killed_s, parked_s)
     found["parked_after_s"] = round(parked_s - killed_s, 2)
-    found["within the streams"] = all(stream.arrivals[-1] > parked_s for stream in streams)
+    seen = sum(last - first for _, first, last in windows(rounds, killed_s, parked_s))
+    found["covered"] = round(seen / (parked_s - killed_s), 3)
     found["share"] = {key: round(after["gap_ms"][key] / before["gap_ms"][key], 2) for key in ("p50", "p99", "max")}
-    found["slow"] = slow(streams[0], killed_s, 1.25 * before["gap_ms"]["p50"])
-    say(f"beside: {before} {after} {found['share']}, parked after {found['parked_after_s']} s, {found['within the streams']}")
+    found["slow"] = slow(rounds, killed_s, parked_s, 1.5 * before["gap_ms"]["p99"])
+    say(f"beside: {before} {after} {found['share']}, parked after {found['parked_after_s']} s, {found['covered']:.0%} of it seen")
 
 
 async def respawn(rig: Rig, found: dict[str, Any], factor: float) -> None:
@@ -293,7 +323,7 @@ async def throughput(rig: Rig, found: dict[str, Any], factor: float) -> None:
     rounds = 1 + scaled(3, factor)
 
     async def measure(url: str) -> list[float]:
-        return [pace(await streams_at(url, 32, 1000, 600, seed))["tokens_s"] for seed in range(rounds)][1:]
+        return [pace([await streams_at(url, 32, 1000, 600, seed)])["tokens_s"] for seed in range(rounds)][1:]
 
     found["node"] = await measure((await rig.node(rig.setting.content(), found)).url)
     found["vllm"] = await measure((await rig.plain(rig.setting.content())).base)

@@ -251,9 +251,8 @@ def _vllm_notes(found: Mapping[str, Any]) -> list[str]:
         )
     if beside := sections.get("beside"):
         quiet, busy = beside["undisturbed"]["gap_ms"], beside["a shadow starts"]["gap_ms"]
-        covered = "" if beside["within the streams"] else " (the streams ended before that)"
         notes.append(
-            f"While a shadow starts beside 16 streams, until it is parked after {beside['parked_after_s']:.0f} s{covered}: from token to "
+            f"While a shadow starts beside 16 streams, until it is parked after {beside['parked_after_s']:.0f} s: from token to "
             f"token p50 {busy['p50']:.1f}, p99 {busy['p99']:.1f}, at most {busy['max']:.1f} ms; undisturbed {quiet['p50']:.1f}, "
             f"{quiet['p99']:.1f}, {quiet['max']:.1f}."
         )

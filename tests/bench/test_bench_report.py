@@ -159,7 +159,7 @@ def of_vllm() -> dict[str, Any]:
             "undisturbed": {"gap_ms": gap},
             "a shadow starts": {"gap_ms": {"p50": 5.5, "p99": 8.5, "max": 23.0}},
             "parked_after_s": 30.29,
-            "within the streams": False,
+            "covered": 0.98,
         },
     }
     dated = {name: {"date": "2026-11-30", "vllm_version": "0.26.0", **section} for name, section in sections.items()}
@@ -178,7 +178,7 @@ def test_what_vllm_did_is_told_by_the_process_that_was_killed(report: ModuleType
     notes = "\n".join(made.notes)
     assert "killed and restarted at once (2 times): the first token of a prompt of 4,000 tokens after 37.3 s and 37.7 s" in notes
     assert "5,150 tokens/s on a node with a parked shadow, 5,010 with plain vLLM; with shadowsup 102.8% of without" in notes
-    assert "parked after 30 s (the streams ended before that): from token to token p50 5.5, p99 8.5, at most 23.0 ms" in notes
+    assert "parked after 30 s: from token to token p50 5.5, p99 8.5, at most 23.0 ms" in notes
     assert "takes 3.4 GB of the device, besides 59 GB" in notes
     failed = {name: {"date": "2026-11-30", "failed": "TimeoutError: "} for name in of_vllm["sections"]}
     assert report.vllm_table(failed).rows == [] and len(report.vllm_table(failed).notes) == 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
 from shadowsup.wire.engine import Fence, Hurry
 from shadowsup.workers.vllm.life import EngineLife
-from shadowsup.workers.vllm.pacing import BURST_S, MAX_REST_S, REST, Pace
+from shadowsup.workers.vllm.pacing import BURST_S, MAX_REST_S, REST, Beside, Pace, Seam
 
 
 @dataclass
@@ -52,7 +55,11 @@ def layers(gpu: Gpu, count: int = 32) -> list[Attention]:
 
 
 def paced(gpu: Gpu, impls: list[Attention], wanted: bool = True) -> Pace:
-    return Pace([*impls, Cross()], lambda: wanted, gpu.finish, clock=lambda: gpu.now_s, rest=gpu.rest)
+    return pace_of(gpu, [*impls, Cross()], lambda: wanted)
+
+
+def pace_of(gpu: Gpu, impls: Sequence[object], wanted: Callable[[], bool]) -> Pace:
+    return Pace([Seam(impl, "forward", wanted) for impl in impls], gpu.finish, clock=lambda: gpu.now_s, rest=gpu.rest)
 
 
 @pytest.mark.parametrize("layer_s", [0.00005, 0.00025, 0.0009])
@@ -111,11 +118,41 @@ def test_it_ends_with_the_block_even_when_that_fails() -> None:
 def test_who_is_waited_for_from_now_on_rests_no_more() -> None:
     gpu, hurried = Gpu(0.002), False
     impls = layers(gpu)
-    with Pace(impls, lambda: not hurried, gpu.finish, clock=lambda: gpu.now_s, rest=gpu.rest).kept():
+    with pace_of(gpu, impls, lambda: not hurried).kept():
         for number, impl in enumerate(impls):
             hurried = number >= 10
             impl.forward(0)
     assert len(gpu.rests) == 9
+
+
+def test_sampling_is_cut_after_each_of_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(0.002)
+
+    def work(*args: object) -> None:
+        gpu.given_s += gpu.layer_s
+
+    module = types.ModuleType("a_sampler_of_vllms")
+    module.gumbel_sample = work  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    states = type("States", (), {"apply_temperature": work, "apply_min_p": work, "apply_staged_writes": work})
+    sampler = type("Sampler", (), {"__module__": module.__name__})()
+    sampler.sampling_states, sampler.logprobs_mode = states(), "raw_logprobs"
+    model = type("Model", (), {"compute_logits": work})()
+    worker = types.SimpleNamespace(
+        model_runner=types.SimpleNamespace(sampler=sampler, model=model),
+        vllm_config=types.SimpleNamespace(compilation_config=types.SimpleNamespace(static_forward_context={})),
+    )
+    beside = Beside(worker, lambda: False)
+    monkeypatch.setattr(beside, "_allowed", lambda: True)
+    with Pace([*beside._layers(), *beside._sampling()], gpu.finish, clock=lambda: gpu.now_s, rest=gpu.rest).kept():
+        model.compute_logits()
+        sampler.sampling_states.apply_staged_writes()  # is next to nothing
+        sampler.sampling_states.apply_temperature()
+        sampler.sampling_states.apply_min_p()
+        module.gumbel_sample()
+    assert len(gpu.rests) == 3, "the first begins the burst"
+    assert module.gumbel_sample is work and not vars(model)
+    assert list(Beside(types.SimpleNamespace(model_runner=types.SimpleNamespace(sampler=None)), lambda: False)._sampling()) == []
 
 
 def test_an_order_to_hurry_counts_at_once_though_nobody_takes_orders_yet() -> None:

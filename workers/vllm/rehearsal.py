@@ -2,8 +2,8 @@
 
 vLLM warms up with prefills of a few tokens and decode steps of short requests. A failover begins otherwise: many requests at once, long
 contexts whose blocks are all there, and of each the last few tokens to compute. Kernels that such a step is the first to use are loaded in
-the midst of it: the driver loads a kernel when it is launched for the first time. So an engine that nobody waits for runs such steps, over
-scratch, and a decode step after each, which also uploads the graph.
+the midst of it: the driver loads a kernel when it is launched for the first time. So an engine that nobody waits for runs such steps
+over scratch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-CONTEXT_TOKENS = 262_144
-"""Of all requests of a step together: 32 GB of keys and values of an 8B Llama, which are read in 8 ms (H200)."""
 SHORT_TOKENS = 512
 """A context for which attention is not split."""
-MOST_REQUESTS = 256
+LONG_TOKENS = 16_384
+"""A context for which it is, as long as there are few requests."""
+FEW_REQUESTS = 16
+MOST_REQUESTS = 64
+"""More would leave memory with this process that it may never need: 0.7 GB with 256 (8B)."""
 MOST_ON_CPU = 2
 
 _NAME = "shadowsup-rehearsal-"
@@ -47,10 +49,10 @@ def scenes(*, requests: int, batch_tokens: int, model_len: int, block_tokens: in
     count = 1
     while True:
         count = min(count, most)
-        longest = min(CONTEXT_TOKENS // count, model_len - 1)
-        for context in sorted({longest, min(longest, SHORT_TOKENS)} if not on_cpu else {min(longest, SHORT_TOKENS)}):
+        contexts = [SHORT_TOKENS, *([LONG_TOKENS] if count <= FEW_REQUESTS and not on_cpu else [])]
+        for context in sorted({min(context, model_len - 1) for context in contexts}):
             computed = min(block_tokens, batch_tokens // count, context)
-            if computed:
+            if computed > 0:
                 yield Scene(count, context, computed)
         if count == most:
             return
@@ -82,18 +84,18 @@ def rehearse(worker: Any, hurried: Callable[[], bool]) -> None:
 
 def _play(worker: Any, scene: Scene, block_sizes: Sequence[int], blocks: int) -> None:
     from vllm.sampling_params import SamplingParams
-    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     names = [f"{_NAME}{number}" for number in range(scene.requests)]
     ids = [0] * scene.context
-    # Room for one token more; there may be fewer blocks than these requests would fill: what is read and written is scratch.
-    needed = [-(-(scene.context + 1) // size) for size in block_sizes]
+    needed = [-(-scene.context // size) for size in block_sizes]
 
     def blocks_of(number: int) -> tuple[list[int], ...]:
+        # There may be fewer blocks than these requests would fill: what is read and written is scratch.
         return tuple([1 + (number * count + place) % max(1, blocks - 1) for place in range(count)] for count in needed)
 
-    first = SchedulerOutput.make_empty()
-    first.scheduled_new_reqs = [
+    step, over = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [
         NewRequestData(
             req_id=name,
             prompt_token_ids=ids,
@@ -107,22 +109,14 @@ def _play(worker: Any, scene: Scene, block_sizes: Sequence[int], blocks: int) ->
         )
         for number, name in enumerate(names)
     ]
-    then = SchedulerOutput.make_empty()
-    then.scheduled_cached_reqs = CachedRequestData.make_empty()
-    then.scheduled_cached_reqs.req_ids = names
-    then.scheduled_cached_reqs.num_computed_tokens = [scene.context] * scene.requests
-    then.scheduled_cached_reqs.num_output_tokens = [1] * scene.requests
-    then.scheduled_cached_reqs.new_block_ids = [None] * scene.requests
-    over = SchedulerOutput.make_empty()
+    step.num_scheduled_tokens = dict.fromkeys(names, scene.computed)
+    step.total_num_scheduled_tokens = scene.computed * scene.requests
+    step.num_common_prefix_blocks = [0] * len(block_sizes)
     over.finished_req_ids = set(names)
     try:
-        for output, computed in ((first, scene.computed), (then, 1)):
-            output.num_scheduled_tokens = dict.fromkeys(names, computed)
-            output.total_num_scheduled_tokens = computed * scene.requests
-            output.num_common_prefix_blocks = [0] * len(block_sizes)
-            worker.execute_model(output)
-            sampled = worker.sample_tokens(None)
-            if hasattr(sampled, "get_output"):
-                sampled.get_output()
+        worker.execute_model(step)
+        sampled = worker.sample_tokens(None)
+        if hasattr(sampled, "get_output"):
+            sampled.get_output()
     finally:
         worker.execute_model(over)

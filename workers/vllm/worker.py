@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -82,13 +83,16 @@ class KeptWorker(Worker):
         memory.hold()
 
     def compile_or_warm_up_model(self) -> Any:
-        with contextlib.ExitStack() as stack:
-            if self._kept.spec.gentle and self.device.type == "cuda" and self.parallel_config.world_size == 1:
-                stack.enter_context(pacing.beside_another(self.vllm_config, current.life().hurried.is_set))
+        alone = self.parallel_config.world_size == 1  # ranks are told at different moments, and must do the same
+        hurried = current.life().hurried.is_set if alone else lambda: False
+        beside = pacing.Beside(self, hurried)
+        gently = self._kept.spec.gentle and self.device.type == "cuda" and alone
+        with beside.paced() if gently else contextlib.nullcontext():
             result = super().compile_or_warm_up_model()
             sampling.warm(self.model_runner)
             if not self._kept.spec.hurry:
-                self._rehearse()
+                beside.rehearsing = True
+                self._rehearse(hurried)
         if self.device.type == "cuda":
             import torch
 
@@ -96,12 +100,11 @@ class KeptWorker(Worker):
         self._kept.warmed()
         return result
 
-    def _rehearse(self) -> None:
+    def _rehearse(self, hurried: Callable[[], bool]) -> None:
         """What goes wrong costs the first step after a promotion some time, and nothing else."""
-        alone = self.parallel_config.world_size == 1  # ranks are told at different moments, and must do the same
         begun_s = time.monotonic()
         try:
-            rehearsal.rehearse(self, current.life().hurried.is_set if alone else lambda: False)
+            rehearsal.rehearse(self, hurried)
         except Exception:
             log.exception("the first step after a promotion could not be rehearsed")
         log.info("rehearsed in %.2f s", time.monotonic() - begun_s)
