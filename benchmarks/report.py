@@ -21,10 +21,11 @@ ORDER = ("failover", "failover-4-streams", "failover-8-streams", "throughput", "
 GPU_ORDER = ("gpu_failover-h200", "gpu_failover-h200-2", "gpu_failover-h200-3", "gpu_failover-h200-4", "gpu_neighbours-h200-x2")
 """Names of the files, without their ending."""
 
-SUPERSEDED = {"gpu_failover-h200-3": ("shadow",)}
+SUPERSEDED = {"gpu_failover-h200-3": ("shadow",), "gpu_vllm-h200-1": ("shadow", "throughput", "beside")}
 """Sections that were measured again with later code: not shown."""
 
-VLLM = "gpu_vllm-h200"
+VLLM_ORDER = ("gpu_vllm-h200", "gpu_vllm-h200-1")
+"""The newest first."""
 
 SMALL_KV_OF_TOKEN = 2 * 30 * 3 * 64 * 4
 """Bytes of K and V that a token takes in the shape of SmolLM2-135M: layers, KV heads, head size, float32."""
@@ -183,19 +184,24 @@ def _gpu_notes(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 
 def vllm_block(found: Sequence[dict[str, Any]]) -> str:
-    """Return what is said of vLLM on a GPU, from a document of `gpu_vllm.py`; nothing where there is none."""
-    text = ""
-    for document in found:
-        sections: dict[str, Any] = document["sections"]
-        versions = ", ".join(dict.fromkeys(section.get("vllm_version", "?") for section in sections.values()))
-        text += f"\n### vLLM on an H200\n\nvLLM {versions}, by [benchmarks/gpu_vllm.py](benchmarks/gpu_vllm.py).\n"
-        table = vllm_table(sections)
-        text += f"\n**{table.title}**\n\n{_markdown(table)}\n\n"
+    """Return what is said of vLLM on a GPU, from documents of `gpu_vllm.py`, the newest first; nothing where there is none."""
+    if not found:
+        return ""
+    sections = [section for document in found for section in document["sections"].values()]
+    versions = ", ".join(dict.fromkeys(section.get("vllm_version", "?") for section in sections))
+    text = f"\n### vLLM on an H200\n\nvLLM {versions}, by [benchmarks/gpu_vllm.py](benchmarks/gpu_vllm.py). {_VLLM_SETTING}\n"
+    for number, document in enumerate(found):
+        table = vllm_table(document["sections"])
+        text += f"\n**{table.title}{', an earlier run' if number else ''}**\n\n{_markdown(table)}\n\n"
         text += "".join(f"- {note}\n" for note in table.notes)
         text += f"\n<sub>{setting(document)}.</sub>\n\n"
     return text
 
 
+_VLLM_SETTING = (
+    "An 8B Llama's shape in bfloat16, random weights, vLLM's defaults. Tokens are compared with an undisturbed run; a stream that went "
+    "on with others counts as diverged, since vLLM's steps depend on who is in the batch unless it is told to be batch-invariant."
+)
 _KILLED = {"core": "EngineCore", "api": "API server", "rank0": "rank 0 of 2", "rank1": "rank 1 of 2"}
 _THEN = {
     "shadow": "shadow",
@@ -232,15 +238,13 @@ def vllm_table(sections: Mapping[str, Any]) -> Table:
 
 def _vllm_notes(found: Mapping[str, Any]) -> list[str]:
     sections = {name: section for name, section in found.items() if "failed" not in section}
-    notes = [
-        "An 8B Llama's shape in bfloat16, random weights, vLLM's defaults. Tokens are compared with an undisturbed run; a stream that went "
-        "on with others counts as diverged, since vLLM's steps depend on who is in the batch unless it is told to be batch-invariant."
-    ]
+    notes: list[str] = []
     if plain := sections.get("plain"):
         first = plain["first_token_s"]
         listed = " and ".join(f"{one:.1f} s" for one in first)
+        times = "once" if len(first) == 1 else f"{len(first)} times"
         notes.append(
-            f"Plain vLLM, killed and restarted at once ({len(first)} times): the first token of a prompt of 4,000 tokens after {listed}; "
+            f"Plain vLLM, killed and restarted at once ({times}): the first token of a prompt of 4,000 tokens after {listed}; "
             "its clients' streams are lost, and its KV."
         )
     if steady := sections.get("throughput"):
@@ -256,9 +260,9 @@ def _vllm_notes(found: Mapping[str, Any]) -> list[str]:
             f"token p50 {busy['p50']:.1f}, p99 {busy['p99']:.1f}, at most {busy['max']:.1f} ms; undisturbed {quiet['p50']:.1f}, "
             f"{quiet['p99']:.1f}, {quiet['max']:.1f}."
         )
-    memory = [sections.get(name, {}).get("memory") for name in ("shadow", "respawn")]
-    if all(memory):
-        took, kept = (memory[0]["used"] - memory[1]["used"]) / 1e9, memory[0]["kept"] / 1e9
+    two = next((memory for name in ("beside", "shadow") if (memory := sections.get(name, {}).get("memory"))), None)
+    if two and (one := sections.get("respawn", {}).get("memory")):
+        took, kept = (two["used"] - one["used"]) / 1e9, two["kept"] / 1e9
         notes.append(f"A parked shadow takes {took:.1f} GB of the device, besides {kept:.0f} GB that all engines share.")
     return notes
 
@@ -284,7 +288,7 @@ def main(arguments: Sequence[str], root: Path = ROOT) -> int:
     before = path.read_text()
     results = root / "benchmarks" / "results"
     after = replaced(before, block(documents(results)))
-    vllm = vllm_block(documents(results, [VLLM]))
+    vllm = vllm_block(documents(results, VLLM_ORDER))
     after = replaced(after, gpu_block(documents(results, GPU_ORDER)) + vllm, "results-gpu")
     if before == after:
         return 0

@@ -189,7 +189,7 @@ def benchmarks() -> str:
         sys.path.pop(0)
     results = ROOT / "benchmarks" / "results"
     text = report.block(report.documents(results)) + report.gpu_block(report.documents(results, report.GPU_ORDER))
-    text += report.vllm_block(report.documents(results, [report.VLLM]))
+    text += report.vllm_block(report.documents(results, report.VLLM_ORDER))
     # The introductions of the README's blocks link to files of the repository.
     text = re.sub(r"\[([^\]]+)\]\(benchmarks/[^)]+\)", r"`\1`", text)
     return _MADE + _ABOUT_BENCHMARKS + re.sub(r"^### ", "## ", text, flags=re.MULTILINE)

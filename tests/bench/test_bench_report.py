@@ -181,13 +181,17 @@ def test_what_vllm_did_is_told_by_the_process_that_was_killed(report: ModuleType
     assert "parked after 30 s: from token to token p50 5.5, p99 8.5, at most 23.0 ms" in notes
     assert "takes 3.4 GB of the device, besides 59 GB" in notes
     failed = {name: {"date": "2026-11-30", "failed": "TimeoutError: "} for name in of_vllm["sections"]}
-    assert report.vllm_table(failed).rows == [] and len(report.vllm_table(failed).notes) == 1
+    assert report.vllm_table(failed).rows == report.vllm_table(failed).notes == []
     assert "### vLLM on an H200\n\nvLLM 0.26.0, by" in report.vllm_block([of_vllm])
     assert report.vllm_block([]) == ""
+    earlier = {**of_vllm, "sections": {"plain": {"vllm_version": "0.25.0", "first_token_s": [36.0]}}}
+    both = report.vllm_block([of_vllm, earlier])
+    assert "vLLM 0.26.0, 0.25.0, by" in both and both.count("###") == 1 and both.count(", an earlier run**") == 1
+    assert "restarted at once (once): the first token" in both
 
 
 def test_what_was_measured_again_since_is_not_shown(report: ModuleType, tmp_path: Path, on_a_gpu: list[dict[str, Any]]) -> None:
-    ((name, sections),) = report.SUPERSEDED.items()
+    name, sections = next(iter(report.SUPERSEDED.items()))
     (tmp_path / f"{name}.json").write_text(json.dumps(on_a_gpu[0]))
     (found,) = report.documents(tmp_path, [name])
     assert set(on_a_gpu[0]["sections"]) - set(found["sections"]) == set(sections)
