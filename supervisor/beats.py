@@ -30,8 +30,9 @@ ALERT_S = 1.0
 log = logging.getLogger("shadowsup.beats")
 
 _TAKEN_OVER = b"\0"
-"""With this begin the names that ZeroMQ makes up: of a connection whose own name a newer one has, though there was still something to be
-read from it. Whoever dials again repeats what may be lost (`shadowsup.workers.heartbeat`); beats are not missed."""
+"""With this begin the names that ZeroMQ makes up: of connections without one, and of a connection that has ended unread when a newer one
+came by its name. (What was unread of one that had not ended is gone.) Whoever dials again repeats what may be lost
+(`shadowsup.workers.heartbeat`); beats are not missed."""
 
 
 class BeatRouter:
@@ -47,6 +48,8 @@ class BeatRouter:
         self._loop = asyncio.get_running_loop()
         self.rejected = 0
         """Messages that were no report."""
+        self._heard: set[str] = set()
+        """Who has spoken under its own name."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # A peer that dials again under its name (a restarted gateway, a reconnect) takes over from its dead connection.
@@ -143,7 +146,7 @@ class BeatRouter:
             return
         peer = identity.decode(errors="replace")
         name = SENSOR if isinstance(report, SensorBeat) else getattr(report, "engine", GATEWAY)
-        if name != peer and identity[:1] == _TAKEN_OVER:
+        if name != peer and identity[:1] == _TAKEN_OVER and name in self._heard:
             log.debug("%s spoke on a connection that another one of its name has taken over meanwhile", name)
             return
         if name != peer:
@@ -151,6 +154,7 @@ class BeatRouter:
             self.rejected += 1
             log.warning("%r sent a report in the name of %r", peer[:100], name[:100])
             return
+        self._heard.add(peer)
         try:
             if self._on_report(peer, report):
                 self.alert()

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 TELL_TOKENS = 8
 """A parked engine is told of a stream's output when so much of it is new. What it has not been told it retells in the failover, 0.1 ms each
-token: 20 ms for 32 streams, which its EngineCore takes longer than."""
+token: at most 20 ms for 32 streams. Both grow with the number of streams, and its EngineCore takes longer for them meanwhile."""
 AT_ONCE = 4
 """Requests that a parked engine prepares at a time: its processes are neighbours of those that serve."""
 MOST_TOKENS = 4_000_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,37 +221,43 @@ async def test_a_connection_that_its_successor_has_overtaken_is_no_false_name(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """So it is at each start of vLLM: its API server beats until it has forked EngineCore, which goes on under the same name."""
-    heard: asyncio.Queue[Report] = asyncio.Queue()
+    heard: list[int] = []
 
     def take(peer: str, report: Report) -> bool:
-        heard.put_nowait(report)
+        assert isinstance(report, Beat) and peer == "chat.1"
+        heard.append(report.step)
         return False
 
     router = BeatRouter(context, tmp_path / "beat.sock", take)
-    router._watch(False)  # as while nothing happens: what the first one says waits unread when the second one comes
-    first, second = Peer(context, router, "chat.1"), Peer(context, router, "chat.1")
+    router._watch(False)  # as while nothing happens: what is said waits until somebody looks
+
+    async def until(holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30.0):
+            while not holds():
+                router.drain()
+                await asyncio.sleep(0.001)
+
+    first = Peer(context, router, "chat.1")
+    peers = [first]
     try:
-        first.socket.send(encode(beat("chat.1", 1)))
-        second.socket.send(encode(beat("chat.1", 2)))
-        found: list[Report] = []
-        async with asyncio.timeout(30.0):
-            while not any(isinstance(report, Beat) and report.step == 2 for report in found):
-                router.drain()
-                await asyncio.sleep(0.001)
-                while not heard.empty():
-                    found.append(heard.get_nowait())
-        first.socket.send(encode(beat("chat.1", 3)))
-        second.socket.send(encode(beat("chat.1", 4)))
-        async with asyncio.timeout(30.0):
-            while not any(isinstance(report, Beat) and report.step == 4 for report in found):
-                router.drain()
-                await asyncio.sleep(0.001)
-                while not heard.empty():
-                    found.append(heard.get_nowait())
-        assert not any(isinstance(report, Beat) and report.step == 3 for report in found)
+        first.socket.send(encode(beat("chat.1", 0)))
+        await until(lambda: heard == [0])
+        for round_ in range(1, 20):
+            peers[-1].socket.send(encode(beat("chat.1", round_)))
+            peers[-1].socket.close(linger=5000)
+            peers.append(Peer(context, router, "chat.1"))
+            peers[-1].socket.send(encode(beat("chat.1", 100 + round_)))
+            await until(lambda: heard[-1] == 100 + round_)  # noqa: B023
         assert router.rejected == 0 and not caplog.records
+        nobody = context.socket(zmq.DEALER)  # no name at all, and one whom nobody has heard
+        peers.append(Peer(context, router, "chat.3"))
+        nobody.connect(router.endpoint)
+        nobody.send(encode(beat("chat.2", 1)))
+        await until(lambda: router.rejected == 1)
+        nobody.close(linger=0)
+        assert "in the name of 'chat.2'" in caplog.text
     finally:
-        for peer in (first, second):
+        for peer in peers:
             peer.socket.close()
         router.close()
 

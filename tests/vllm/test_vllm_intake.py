@@ -100,9 +100,9 @@ def test_a_canary_that_is_there_already_is_not_taken_again() -> None:
 def test_what_was_delivered_is_retold_before_anything_new_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """EngineCore hears of a request that goes on before this is done, and may be faster."""
     order: list[Any] = []
-    waiting = SimpleNamespace(state="its state", output=[])
+    waiting = SimpleNamespace(state="its state", output=[], failed=False)
     collector = SimpleNamespace(waiting=waiting, tell=lambda retold: order.append(retold))
-    gone = SimpleNamespace(waiting=SimpleNamespace(state=None, output=[]), tell=None)
+    gone = SimpleNamespace(waiting=SimpleNamespace(state=None, output=[], failed=False), tell=None)
     monkeypatch.setattr(front, "told", lambda state, output, pieces: (state, output, pieces))
     monkeypatch.setitem(stage._original, "process", lambda processor, outputs: order.append(outputs) or "done")
     stage._learn(gone, staged.Told(key="gone", output=packed(7), pieces=packed(1)))
@@ -130,7 +130,9 @@ async def test_of_what_is_refused_nothing_is_left(
         raise front.refusal("a stop string")
 
     params = SimpleNamespace(max_tokens=9)
-    waiting = SimpleNamespace(state="its state", output=[], llm=Llm(), request=SimpleNamespace(request_id="r-1", sampling_params=params))
+    waiting = SimpleNamespace(
+        state="its state", output=[], failed=False, llm=Llm(), request=SimpleNamespace(request_id="r-1", sampling_params=params)
+    )
     said: list[Exception] = []
     collector = Collector(waiting, said.append)
     monkeypatch.setattr(front, "told", told)
@@ -144,6 +146,9 @@ async def test_of_what_is_refused_nothing_is_left(
         while not ended:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert ended == [("r-1", True)] and why in str(said[0]) and "k" not in stage._waiting
+    stage._untold.append(("k", collector, [5], [1]))
+    stage._retell()
+    assert len(said) == 1, "nothing is told of what comes after"
 
 
 class Collector:

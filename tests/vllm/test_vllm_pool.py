@@ -272,3 +272,15 @@ def test_hits_are_found_and_taken_as_vllm_does_it(ledger: int) -> None:
                 held.append((hits[0], hits[1]))
         assert [block.ref_cnt for block in ours.blocks] == [block.ref_cnt for block in theirs.blocks]
     assert held
+
+
+def test_a_hit_that_is_in_no_queue_is_told_by_name_and_the_count_stays_right(ledger: int) -> None:
+    """It would be one that is set aside."""
+    pool = promoted(ledger)
+    (block,), written = schedule(pool, 1)
+    pool.publish(written)
+    pool.free_blocks([block])
+    aside = pool.blocks[min(pool._reserve)]
+    with pytest.raises(RuntimeError, match=f"block_id={aside.block_id}|{aside.block_id}"):
+        pool.touch([block, aside])
+    assert pool.free_block_queue.num_free_blocks == len(pool.free_block_queue.get_all_free_blocks())

@@ -23,6 +23,7 @@ def test_batches_double_until_the_most_that_run_and_small_ones_have_long_context
     assert list(found) == [1, 2, 4, 8, 16, 32, MOST_REQUESTS]
     for requests, contexts in found.items():
         assert contexts == ([SHORT_TOKENS, LONG_TOKENS] if requests <= FEW_REQUESTS else [SHORT_TOKENS])
+    assert {scene.context for scene in of(long=False)} == {SHORT_TOKENS}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_batches_double_until_the_most_that_run_and_small_ones_have_long_context
         {"model_len": 300},
         {"model_len": 1_000_000},
         {"block_tokens": 4096},
+        {"long": False},
         {"on_cpu": True},
         {"on_cpu": True, "requests": 1, "model_len": 20},
     ],

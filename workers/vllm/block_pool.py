@@ -236,6 +236,9 @@ class KeptBlockPool(BlockPool):
         for block in blocks:
             if block.ref_cnt == 0 and not block.is_null:
                 before, after = block.prev_free_block, block.next_free_block
+                if before is None or after is None:  # of the reserve, say: that must not be
+                    self.free_block_queue.num_free_blocks -= left
+                    self.free_block_queue.remove(block)  # vLLM's error
                 before.next_free_block, after.prev_free_block = after, before
                 block.prev_free_block = block.next_free_block = None
                 left += 1

@@ -130,9 +130,9 @@ class Beside:
         if sampler is None or not hasattr(sampler, "sampling_states"):
             return
         yield Seam(self._worker.model_runner.model, "compute_logits", self._allowed)
-        for state in vars(sampler).values():
+        for state in (*vars(sampler).values(), *getattr(sampler, "logits_processors", ())):  # those are 0.32's
             for name in dir(type(state)):
-                if name.startswith("apply_") and name != "apply_staged_writes":
+                if name == "apply" or (name.startswith("apply_") and name != "apply_staged_writes"):
                     yield Seam(state, name, self._allowed)
         for name in ("apply_top_k_top_p", "gumbel_sample", "compute_topk_scores"):
             yield Seam(module, name, self._allowed)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 SHORT_TOKENS = 512
 """A context for which attention is not split."""
 LONG_TOKENS = 16_384
@@ -36,7 +38,9 @@ class Scene:
     computed: int
 
 
-def scenes(*, requests: int, batch_tokens: int, model_len: int, block_tokens: int, on_cpu: bool = False) -> Iterator[Scene]:
+def scenes(
+    *, requests: int, batch_tokens: int, model_len: int, block_tokens: int, long: bool = True, on_cpu: bool = False
+) -> Iterator[Scene]:
     """Yield what to rehearse.
 
     Args:
@@ -44,12 +48,13 @@ def scenes(*, requests: int, batch_tokens: int, model_len: int, block_tokens: in
         batch_tokens: that a step may compute.
         model_len: the longest context, in tokens.
         block_tokens: of a KV block; a request that goes on computes at most so many.
+        long: whether long contexts are to be among them.
     """
     most = min(requests, MOST_ON_CPU if on_cpu else MOST_REQUESTS)
     count = 1
     while True:
         count = min(count, most)
-        contexts = [SHORT_TOKENS, *([LONG_TOKENS] if count <= FEW_REQUESTS and not on_cpu else [])]
+        contexts = [SHORT_TOKENS, *([LONG_TOKENS] if long and count <= FEW_REQUESTS and not on_cpu else [])]
         for context in sorted({min(context, model_len - 1) for context in contexts}):
             computed = min(block_tokens, batch_tokens // count, context)
             if computed > 0:
@@ -59,13 +64,26 @@ def scenes(*, requests: int, batch_tokens: int, model_len: int, block_tokens: in
         count *= 2
 
 
-def rehearse(worker: Any, hurried: Callable[[], bool]) -> None:
-    """Run the steps of `scenes` on a worker that is warm and whose KV is scratch.
+def rehearse(worker: Any, hurried: Callable[[], bool], *, long: bool = True) -> None:
+    """Run the steps of `scenes` on a worker that is warm and whose KV is scratch. Leaves the state of random numbers as it was: a request
+    without a seed gets one from there, and vLLM promises the same ones for the same ``--seed``.
 
     Args:
         worker: vLLM's.
         hurried: asked between two of them: whether somebody waits for this engine now. The same on all ranks.
+        long: as for `scenes`.
     """
+    import torch
+
+    drawn = np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[worker.device] if worker.device.type == "cuda" else []):
+            _rehearse(worker, hurried, long)
+    finally:
+        np.random.set_state(drawn)
+
+
+def _rehearse(worker: Any, hurried: Callable[[], bool], long: bool) -> None:
     runner = worker.model_runner
     scheduler = worker.vllm_config.scheduler_config
     groups = runner.kv_cache_config.kv_cache_groups
@@ -75,6 +93,7 @@ def rehearse(worker: Any, hurried: Callable[[], bool]) -> None:
         batch_tokens=scheduler.max_num_batched_tokens,
         model_len=worker.model_config.max_model_len,
         block_tokens=size,
+        long=long,
         on_cpu=worker.device.type == "cpu",
     ):
         if hurried():

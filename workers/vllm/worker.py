@@ -92,7 +92,7 @@ class KeptWorker(Worker):
             sampling.warm(self.model_runner)
             if not self._kept.spec.hurry:
                 beside.rehearsing = True
-                self._rehearse(hurried)
+                self._rehearse(hurried, alone)
         if self.device.type == "cuda":
             import torch
 
@@ -100,11 +100,14 @@ class KeptWorker(Worker):
         self._kept.warmed()
         return result
 
-    def _rehearse(self, hurried: Callable[[], bool]) -> None:
-        """What goes wrong costs the first step after a promotion some time, and nothing else."""
+    def _rehearse(self, hurried: Callable[[], bool], alone: bool) -> None:
+        """What goes wrong costs the first step after a promotion some time, and nothing else. But a rank that left this by itself would be
+        waited for by the others."""
         begun_s = time.monotonic()
         try:
-            rehearsal.rehearse(self, hurried)
+            rehearsal.rehearse(self, hurried, long=alone)  # ranks are not paced
         except Exception:
+            if not alone:
+                raise
             log.exception("the first step after a promotion could not be rehearsed")
         log.info("rehearsed in %.2f s", time.monotonic() - begun_s)

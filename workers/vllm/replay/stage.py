@@ -86,12 +86,13 @@ class _Waiting:
     """What is known of a request that waits; hangs on its collector, and refers to nothing that refers to that: it goes when vLLM drops
     the request, not when the garbage is collected."""
 
-    __slots__ = ("held", "llm", "output", "request")
+    __slots__ = ("failed", "held", "llm", "output", "request")
 
     def __init__(self, llm: Any, request: Any, held: bool) -> None:
         self.llm = llm
         self.request = request
         self.held = held
+        self.failed = False
         self.output: list[int] = []
 
     @property
@@ -184,8 +185,8 @@ def _retell() -> None:
     while _untold:
         key, queue, output, pieces = _untold.popleft()
         state = queue.waiting.state
-        if state is None:
-            continue  # its connection was closed meanwhile
+        if state is None or queue.waiting.failed:
+            continue  # its connection was closed meanwhile, or what came before cannot be
         try:
             queue.tell(front.told(state, output, pieces))
         except Exception as error:
@@ -197,6 +198,7 @@ def _fail(key: str, queue: Any, error: Exception) -> None:
     _waiting.pop(key, None)
     queue.put(error)
     waiting: _Waiting = queue.waiting
+    waiting.failed = True
     if waiting.state is not None:
         task = asyncio.get_running_loop().create_task(waiting.llm.abort(waiting.request.request_id, internal=True))
         _tasks.add(task)
@@ -221,7 +223,7 @@ async def _hand_on(go: list[Any]) -> None:
     for number, queue in enumerate(go):
         waiting: _Waiting = queue.waiting
         request, state = waiting.request, waiting.state
-        if state is None:
+        if state is None or waiting.failed:
             continue  # its connection was closed just now
         # Its time in the queue begins now, for vLLM's metrics and its order of priorities.
         request.arrival_time = time.time()
