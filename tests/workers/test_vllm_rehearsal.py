@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from shadowsup.workers.vllm import token_ids
+from shadowsup.workers.vllm import rehearsal, token_ids
 from shadowsup.workers.vllm.rehearsal import FEW_REQUESTS, LONG_TOKENS, MOST_REQUESTS, SHORT_TOKENS, Scene, scenes
 
 
@@ -54,6 +56,26 @@ def test_no_step_is_more_than_an_engine_takes(setting: dict[str, Any]) -> None:
         assert 1 <= scene.computed <= min(limits["block_tokens"], scene.context)
         assert scene.computed * scene.requests <= limits["batch_tokens"]
         assert scene.context + 1 <= limits["model_len"]  # a token is sampled
+
+
+def test_random_numbers_are_those_of_an_engine_that_has_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM gives requests without a seed one from there."""
+
+    def drawing(*args: Any) -> None:
+        np.random.randint(1000, size=158)
+        torch.rand(7)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rehearsal, "_rehearse", drawing)
+    worker = SimpleNamespace(device=torch.device("cpu"))
+    np.random.seed(0)
+    torch.manual_seed(0)
+    expected = (np.random.randint(1000, size=9).tolist(), torch.rand(9).tolist())
+    np.random.seed(0)
+    torch.manual_seed(0)
+    with pytest.raises(ZeroDivisionError):
+        rehearsal.rehearse(worker, lambda: False)
+    assert (np.random.randint(1000, size=9).tolist(), torch.rand(9).tolist()) == expected
 
 
 class Staged:
