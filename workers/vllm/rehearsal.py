@@ -77,7 +77,7 @@ def rehearse(worker: Any, hurried: Callable[[], bool], *, long: bool = True) -> 
 
     drawn = np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[worker.device] if worker.device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[]):  # requests that are greedy draw nothing from a device's
             _rehearse(worker, hurried, long)
     finally:
         np.random.set_state(drawn)
