@@ -247,7 +247,7 @@ async def take_over(node: Node, found: Adoption) -> None:
 
     What runs and is nobody's is ended.
     """
-    vault = node.keeper.vault if node.keeper is not None else None
+    vault = node.parts.keeper.vault if node.parts.keeper is not None else None
 
     async def take(worker: str) -> None:
         owner = node.workers[worker]

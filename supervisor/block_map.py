@@ -39,7 +39,7 @@ def blocks(node: Node, owner: WorkerOwner, cells: int = CELLS) -> dict[str, Any]
 
 
 def _snapshot(node: Node, worker: str) -> Snapshot:
-    vault = node.keeper.vault if node.keeper is not None else None
+    vault = node.parts.keeper.vault if node.parts.keeper is not None else None
     ledgers = [s for s in vault.segments() if s.manifest.kind is Kind.LEDGER and s.manifest.worker == worker] if vault is not None else []
     current = [s for s in ledgers if not s.superseded] or ledgers
     if vault is None or not current:

@@ -41,7 +41,7 @@ async def publish(node: Node, tally: Tally) -> None:
 
 def send(node: Node, tally: Tally) -> None:
     """Send the figures of this instant, if there is a gateway to take them. A defect here costs figures and nothing else."""
-    if node.gateway is None or node.gateway.beat is None:
+    if node.parts.gateway is None or node.parts.gateway.beat is None:
         return
     try:
         encoded = wire.encode(figures(node, tally))
@@ -112,14 +112,15 @@ def _worker(owner: WorkerOwner, tally: WorkerTally) -> wire.WorkerFigures:
 
 
 def _parts(node: Node) -> tuple[wire.PartFigures, ...]:
-    named = (("scribe", node.scribe), ("memkeeper", node.keeper), ("gateway", node.gateway), ("sensor", node.sensor))
-    parts = [(name, part) for name, part in named if part is not None] + [(part.name, part) for part in node.nurseries]
+    there = node.parts
+    named = (("scribe", there.scribe), ("memkeeper", there.keeper), ("gateway", there.gateway), ("sensor", there.sensor))
+    parts = [(name, part) for name, part in named if part is not None] + [(part.name, part) for part in there.nurseries]
     return tuple(wire.PartFigures(name, part.state is PartState.RUNNING, part.policy.restarts) for name, part in parts)
 
 
 def _kept(node: Node) -> tuple[wire.KeptFigures, ...]:
     sums: dict[tuple[str, str], list[int]] = {}
-    for segment in node.keeper.segments() if node.keeper is not None else []:
+    for segment in node.parts.keeper.segments() if node.parts.keeper is not None else []:
         found = sums.setdefault((segment.manifest.device, segment.manifest.kind.value), [0, 0, 0])
         for index, value in enumerate((segment.manifest.size, 1, len(segment.leases))):
             found[index] += value
@@ -127,13 +128,13 @@ def _kept(node: Node) -> tuple[wire.KeptFigures, ...]:
 
 
 def _gpus(node: Node, tally: Tally, now_s: float) -> tuple[wire.GpuFigures, ...]:
-    if not node.gpus:
+    if not node.desk.gpus:
         return ()
-    kept = kept_by_device(node.keeper)
+    kept = kept_by_device(node.parts.keeper)
     pids = [record.pid for owner in node.workers.values() for record in owner.policy.engines.values() if record.pid is not None]
     found = []
-    for gpu in node.gpus:
-        shown = gpu_status(gpu, node.sensor, kept.get(gpu["uuid"], {}), pids, now_s)
+    for gpu in node.desk.gpus:
+        shown = gpu_status(gpu, node.parts.sensor, kept.get(gpu["uuid"], {}), pids, now_s)
         xids = tally.xids.get(gpu["uuid"], XidTally())
         found.append(
             wire.GpuFigures(

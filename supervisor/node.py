@@ -1,54 +1,50 @@
 """A node: everything that `shadowsup start` runs, brought up in order, kept up, and taken down in order.
 
-The shell around the policies. Who decides what: `policy`; one worker: `node_worker`; scribe, keeper, nurseries, gateway: `node_parts`.
+The shell around the policies. Who decides what: `policy`; one worker: `node_worker`; scribe, keeper, nurseries, gateway: `node_parts`, and
+all of them together: `part_set`; kept memory: `node_memory`; GPUs: `node_gpus`; the end: `node_end`. `node_run` makes a node and runs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import enum
 import logging
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from shadowsup.errors import ShadowsupError
-from shadowsup.memkeeper.errors import KeeperError
-from shadowsup.memkeeper.vault import Vault
 from shadowsup.supervisor import (
     adoption,
     cgroup,
     device_memory,
     figures,
-    gpu_holders,
+    node_end,
     node_record,
     node_setup,
     replan,
-    status,
     verbs,
     voice,
 )
 from shadowsup.supervisor.adoption import Adoption
 from shadowsup.supervisor.beats import GATEWAY, BeatRouter
-from shadowsup.supervisor.config import LoadedConfig, NodeConfig
+from shadowsup.supervisor.config import NodeConfig
 from shadowsup.supervisor.control import ControlServer, Reading
-from shadowsup.supervisor.engine_process import TAIL_WAIT_S, Host
+from shadowsup.supervisor.engine_process import Host
 from shadowsup.supervisor.errors import ExitCode, SupervisorError
 from shadowsup.supervisor.gpu_desk import GpuDesk
 from shadowsup.supervisor.journal import Journal
-from shadowsup.supervisor.node_parts import GatewayPart, KeeperPart, NurseryPart, ScribePart, port_of
-from shadowsup.supervisor.node_sensor import SensorPart, Troubles, learn_overheads
+from shadowsup.supervisor.node_gpus import GpuWatch
+from shadowsup.supervisor.node_memory import KeptMemory
+from shadowsup.supervisor.node_parts import KeeperPart, NurseryPart, ScribePart, port_of
 from shadowsup.supervisor.node_worker import WorkerOwner, tell_when_up
-from shadowsup.supervisor.part_process import Part, PartHost
+from shadowsup.supervisor.part_process import PartHost
+from shadowsup.supervisor.part_set import PART_START_S, PartSet
 from shadowsup.supervisor.paths import NodePaths, write_private
 from shadowsup.supervisor.policy import messages as m
 from shadowsup.supervisor.policy.model import NurseryState
@@ -58,22 +54,14 @@ from shadowsup.supervisor.registry import Mark, Registry
 from shadowsup.supervisor.reload import Reloader
 from shadowsup.supervisor.routing import RouteTable
 from shadowsup.supervisor.scribe_client import ScribeClient
-from shadowsup.supervisor.sd_notify import ServiceManager
 from shadowsup.supervisor.service import Service
 from shadowsup.supervisor.subreaper import Reaper
 from shadowsup.supervisor.tally import Tally
 from shadowsup.wire.engine import GatewayBeat, Report, Routes
-from shadowsup.wire.gateway import GatewaySpec
-from shadowsup.wire.sensor import GpuNews, SensorBeat
+from shadowsup.wire.sensor import SensorBeat
 
-PART_START_S = 30.0
-STOP_MARGIN_S = 30.0
-"""Beyond a worker's stop timeout: what its engines' ends have bounds for, each. Nothing waits for ever."""
 OBSERVE_S = 5.0
 """One engine's tree is looked at this often, in turn."""
-
-SENSOR_LOOK_S = 2.0
-"""How often the age of the sensor's readings is looked at."""
 
 log = logging.getLogger("shadowsup.node")
 
@@ -123,25 +111,13 @@ class Node:
         self.state = NodeState.STARTING
         self.began_s = time.monotonic()
         self.workers: dict[str, WorkerOwner] = {}
-        self.nurseries: list[NurseryPart] = []
-        self.nursery_plans: dict[int, node_setup.NurseryPlan] = {}
-        """By number."""
-        self.scribe: ScribePart | None = None
-        self.keeper: KeeperPart | None = None
-        self.gateway: GatewayPart | None = None
-        self.sensor: SensorPart | None = None
-        self.gpus: list[dict[str, Any]] = []
         self.plans = node_setup.Plan()
         """What runs, but for what is just being rolled out."""
-        self._troubles = Troubles(self.gpu_notice, self.gpu_cleared)
         self.tells_events = False
         """The reporter is told events, too, as `voice.EventLine`."""
         self.listen = port_of(sockets)
         self._sockets = sockets
-        self._overheads = device_memory.Overheads(paths.overheads)
-        self._overhead_keys: dict[str, dict[str, str]] = {}
-        self._baselines: dict[str, int] = {}
-        self.report = self._report = reporter
+        self.report = reporter
         self._adapters = dict(adapters or {})
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -159,12 +135,15 @@ class Node:
         reading = Reading(control=paths.control_ro, events=paths.events_ro, group=config.node.gid) if config.node.gid is not None else None
         self._control = ControlServer(self._context, paths.control, paths.events, verbs.table(self), reading=reading)
         self.journal.publish = self._published
-        self.desk = GpuDesk(self.gpus, self.workers, self.journal, self.registry)
+        self.desk = GpuDesk([], self.workers, self.journal, self.registry)
         self.reloads = Reloader(self, config_text)
         self._tally = Tally()
         self.journal.watch, self.recoveries.on_done = self._tally.event, self._tally.recovery
         client = ScribeClient(paths.scribe)
-        self.part_host = PartHost(paths=paths, journal=self.journal, registry=self.registry, scribe=client, run_task=self.run_task)
+        part_host = PartHost(paths=paths, journal=self.journal, registry=self.registry, scribe=client, run_task=self.run_task)
+        self.parts = PartSet(part_host, found, on_nursery=self._nursery_changed, on_exited=self._engine_reaped)
+        self.memory = KeptMemory(self.parts, self._service)
+        self._gpu_watch = GpuWatch(self.parts, self.workers, self.desk, device_memory.Overheads(paths.overheads))
         instance = secrets.token_hex(4) if found is None else found.record.instance
         self.host = Host(
             node=config.node.name,
@@ -221,7 +200,7 @@ class Node:
             return
         self._service.stopping()
         self.journal.add("node.stopping", f"node {self.config.node.name} is stopping: {why}")
-        self._report(f"stopping ({why})")
+        self.report(f"stopping ({why})")
         self._stop.set()
 
     def hung_up(self) -> None:
@@ -256,84 +235,51 @@ class Node:
     async def _start(self) -> None:
         config, found = self.config, self._found
         if found is None:
-            plans = await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self._report)
+            plans = await node_setup.plan(config, self.paths, self.host.scribe, self._adapters, self.report)
             self.write_plan(plans)
         else:
             plans = replan.replan(config, self.paths, self.host.scribe, found.record)
-        self.gpus, self._baselines, self._overhead_keys = plans.gpus, plans.baselines, plans.overhead_keys
-        self.desk.gpus = self.gpus
+        self.desk.gpus = plans.gpus
         if found is not None:
             self.desk.resume({entry.engine for entry in found.entries if entry.what == "engine"})
         self.plans = plans
-        if self.gpus and found is None:
-            await self._name_gpu_holders()
-        self._report(f"listening on {self.listen}")
-        self.scribe = ScribePart(self.part_host)
-        self._begin(self.scribe)
-        await self.scribe.started(PART_START_S)
-        spec = GatewaySpec(
-            node=config.node.name,
-            runtime_dir=str(self.paths.runtime),
-            listen_fds=(),
-            beat_endpoint=self.beats.endpoint,
-            api_key_file=str(config.gateway.api_key_file) if config.gateway.api_key_file else None,
-            max_inflight=config.gateway.max_inflight,
-            handover=str(self.paths.handover),
-            retune=str(self.paths.retune),
-        )
-        self.gateway = GatewayPart(self.part_host, self._sockets, spec, self.beats)
-        self._begin(self.gateway)
-        if self.gpus:
-            self.sensor = SensorPart(self.part_host, [gpu["uuid"] for gpu in self.gpus], self.beats.endpoint, self._gpu_news)
-            self._begin(self.sensor)
-            self.run_task(self._watch_sensor(self.sensor))
+        if plans.gpus and found is None:
+            await self._gpu_watch.name_holders(config.workers, self.report)
+        self.report(f"listening on {self.listen}")
+        scribe = self.parts.scribe = ScribePart(self.parts.host)
+        self.parts.begin(scribe)
+        await scribe.started(PART_START_S)
+        gateway = self.parts.begin_gateway(config, self._sockets, self.beats)
+        if plans.gpus:
+            self._gpu_watch.begin(plans, self.beats.endpoint)
+        keeper = None
         if plans.backend is not None:
-            self.keeper = KeeperPart(self.part_host, plans.backend, plans.keeper_gpus, on_change=self._service.vault_changed)
-            self._take_memory_back(self.keeper)
-            adopted = self._begin(self.keeper)
-        nurseries = [self.nursery(nursery) for nursery in plans.nurseries]
-        if self.keeper is not None and (found is None or adopted):
-            await self._part_started(self.keeper)
-            self._report(f"memkeeper is running ({self.keeper.vault.backend if self.keeper.vault else '?'} memory)")
+            host, changed = self.parts.host, self._service.vault_changed
+            keeper = self.parts.keeper = KeeperPart(host, plans.backend, plans.keeper_gpus, on_change=changed)
+            self.memory.take_back(keeper, [worker.name for worker in config.workers], self._marks, found)
+            adopted = self.parts.begin(keeper)
+        nurseries = [self.parts.nursery(nursery) for nursery in plans.nurseries]
+        if keeper is not None and (found is None or adopted):
+            await self.parts.started(keeper)
+            self.report(f"memkeeper is running ({keeper.vault.backend if keeper.vault else '?'} memory)")
         for plan in plans.workers:
             part = nurseries[plan.nursery] if plan.nursery is not None else None
             owner = self.own(plan, part)
             if found is None:
-                self.begin_worker(owner)
+                self.memory.begin_worker(owner)
         if found is not None:
             await adoption.take_over(self, found)
             self.recoveries.settle()
             self._routes.publish()
         for owner in self.workers.values():
-            self.run_task(tell_when_up(owner, self.listen, self._report))
-        await self._part_started(self.gateway)
+            self.run_task(tell_when_up(owner, self.listen, self.report))
+        await self.parts.started(gateway)
         self.state = NodeState.RUNNING
         self._service.ready()
         self.journal.add("node.running", f"node {config.node.name} is running, gateway on {self.listen}")
-        self._report(f"gateway is running on {self.listen}")
+        self.report(f"gateway is running on {self.listen}")
         self.run_task(self._observe())
         self.run_task(figures.publish(self, self._tally))
-
-    def nursery(self, plan: node_setup.NurseryPlan) -> NurseryPart:
-        """Return the nursery that ``plan`` describes; it is started, or adopted, where there is none."""
-        for number, known in self.nursery_plans.items():
-            if known == plan:
-                return next(part for part in self.nurseries if part.label == str(number))
-        number = plan.number if plan.number is not None else max(self.nursery_plans, default=-1) + 1
-        part = NurseryPart(
-            self.part_host,
-            number,
-            engine=plan.engine,
-            preload=plan.preload,
-            python=plan.python,
-            env=plan.env,
-            on_state=self._nursery_changed,
-            on_exited=self._engine_reaped,
-        )
-        self.nurseries.append(part)
-        self.nursery_plans[number] = dataclasses.replace(plan, number=number)
-        self._begin(part)
-        return part
 
     def own(self, plan: node_setup.WorkerPlan, part: NurseryPart | None) -> WorkerOwner:
         """Return the owner of a worker that is new here. Nothing of it is started."""
@@ -354,51 +300,6 @@ class Node:
     async def until_stopping(self) -> None:
         await self._stop.wait()
 
-    def _begin(self, part: Part) -> bool:
-        """Have a part run: adopt its process where there is one, start one where there is none. Returns whether there was one."""
-        entry = self._found.part(part.what, part.label) if self._found is not None else None
-        if entry is None:
-            part.start()
-        else:
-            part.adopt(entry)
-        return entry is not None
-
-    def _take_memory_back(self, keeper: KeeperPart) -> None:
-        """Of memory that outlived supervisor and keeper: the keeper is given it before it serves anyone."""
-        count = keeper.preload(lambda vault: self._service.fill(vault, [worker.name for worker in self.config.workers]))
-        if count and self._found is None:
-            for name, mark in self._marks.items():
-                self.registry.set_mark(name, mark)
-        if count:
-            self.journal.add("keeper.kept", f"{count} segments were kept by the service manager")
-        elif self._found is not None and self._found.part("keeper") is None:
-            self._rescue_memory(keeper, self._found)
-
-    def _rescue_memory(self, keeper: KeeperPart, found: Adoption) -> None:
-        """Supervisor and keeper have died together: what engines hold of the memory is given to the next keeper."""
-        engines = [entry.identity for entry in found.entries if entry.what == "engine" and found.lives(entry)]
-        names = [worker.name for worker in self.config.workers]
-        missing = 0
-
-        def fill(vault: Vault) -> int:
-            nonlocal missing
-            count, missing = self._service.rescue(vault, engines, names)
-            return count
-
-        if count := keeper.preload(fill):
-            self.journal.add("keeper.rescued", f"{count} segments were taken back from the engines that hold them")
-        if missing:
-            text = f"{missing} segments cannot be taken back: engines go on with them, and those that come later start with fresh memory"
-            self.journal.add("keeper.lost", text, level="warning", data={"segments": missing})
-
-    def begin_worker(self, owner: WorkerOwner) -> None:
-        """Have a worker run of which no engine does; with the memory that is left of it, if any is."""
-        vault, kept = self.keeper.vault if self.keeper is not None else None, self.registry.mark(owner.name)
-        if vault is None or kept == Mark():
-            owner.put(m.RunWorker())
-        else:
-            owner.adopt(adoption.facts_of_memory(owner.name, kept, vault), ())
-
     def describe(self) -> str:
         """Return how the node stands, in one line."""
         workers = [f"{owner.name} {owner.policy.state.value}" for owner in self.workers.values()]
@@ -416,88 +317,26 @@ class Node:
         except OSError as error:
             raise SupervisorError(f"cannot write the node's record: {error.strerror}", "is the runtime directory full?") from error
 
-    async def _part_started(self, part: KeeperPart | GatewayPart) -> None:
-        try:
-            await part.started(PART_START_S)
-        except SupervisorError as error:
-            words = [error.message, await self.last_words(part.name)]
-            raise SupervisorError("\n".join(filter(None, words)), f"its output is in {self.paths.log(part.name)}") from None
-
-    async def _name_gpu_holders(self) -> None:
-        """Say who else uses this node's GPUs, before anything of it does."""
-        used = {uuid for worker in self.config.workers for uuid in (*worker.gpus, *worker.spares)}
-        wanted = [gpu for gpu in self.gpus if gpu["uuid"] in used or str(gpu["index"]) in used] or self.gpus
-        for line in (await asyncio.to_thread(gpu_holders.look, wanted)).lines():
-            self._report(f"warning: {line}")
-            self.journal.add("gpu.held", line, level="warning")
-
-    async def last_words(self, stream: str) -> str:
-        """Return the last lines of a stream of output; empty when there are none to be had."""
-        try:
-            async with asyncio.timeout(TAIL_WAIT_S):
-                return "\n".join(await self.host.scribe.tail(stream, 10))
-        except (TimeoutError, ShadowsupError):
-            return ""
-
     # --- the end ----------------------------------------------------------------------------------------------------------------
 
     async def _take_down(self) -> None:
-        """In order: no new request, then who uses the memory, then who keeps it, then who writes the logs."""
         self.state = NodeState.STOPPING
         grace_s = max((worker.stop.timeout for worker in self.config.workers), default=10.0)
-        if self.gateway is not None:
-            await self.gateway.drain(grace_s, self._hurry)
-            self._report("gateway has stopped")
-            self.gateway.close_sockets()
-        else:
-            for sock in self._sockets:
-                sock.close()
-        for owner in self.workers.values():
-            owner.put(m.StopWorker(hurry=self._hurry.is_set()))
-        for owner in self.workers.values():
-            policy = owner.policy
-            bound_s = policy.settings.stop_timeout_s + STOP_MARGIN_S
-            if await owner.until(lambda: policy.settled, bound_s):  # noqa: B023 (awaited before the next turn)
-                self._report(f"worker {owner.name} has stopped")
-            else:
-                left = ", ".join(policy.engines)
-                self.journal.add("worker.stuck", f"{owner.name} did not stop: {left} left", level="error", worker=owner.name)
-                self._report(f"worker {owner.name} did not stop: {left} left")
-        if self.sensor is not None:
-            await self.sensor.stop()
-        for nursery in self.nurseries:
-            await nursery.stop()
-        if self.keeper is not None:
-            await self.keeper.stop()
-            await self.keeper.close_vault()
-            self._report("memkeeper has stopped")
-        self._service.stopped()
-        if self.scribe is not None:
-            self.scribe.retire()
-            await self.host.scribe.close(stop=True)
-            await self.scribe.stop()
+        await node_end.take_down(self.parts, self.workers, self._sockets, self._service, self.report, grace_s=grace_s, hurry=self._hurry)
         self.journal.add("node.stopped", f"node {self.config.node.name} has stopped")
         await self._close()
 
     async def _leave(self) -> None:
-        """Let go of everything and end nothing: the adoption has failed, and what serves shall go on."""
-        self._report("what was found is left as it is, and serves on")
-        for part in (self.scribe, self.keeper, self.gateway, self.sensor, *self.nurseries):
-            if part is not None:
-                part.policy.wanted = False
-        if self.keeper is not None:
-            await self.keeper.close_vault()
-        await self.host.scribe.close()
-        for sock in self._sockets:
-            sock.close()
+        """The adoption has failed: let go of everything, and end nothing."""
+        self.report("what was found is left as it is, and serves on")
+        await node_end.let_go(self.parts, self._sockets)
         await self._close()
 
     async def _close(self) -> None:
         for owner in self.workers.values():
             owner.close()
-        for part in (self.scribe, self.keeper, self.gateway, self.sensor, *self.nurseries):
-            if part is not None:
-                part.close()
+        for part in self.parts.all:
+            part.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -513,19 +352,14 @@ class Node:
 
     def _heard(self, peer: str, report: Report) -> bool:
         if isinstance(report, GatewayBeat):
-            first = self.gateway is not None and self.gateway.take_beat(report)
+            gateway = self.parts.gateway
+            first = gateway is not None and gateway.take_beat(report)
             if first and not self._adopting:
                 self._routes.publish()
                 figures.send(self, self._tally)
             return first
         if isinstance(report, SensorBeat):
-            if self.sensor is None or not self.sensor.owns(report):
-                return False  # of a predecessor
-            self.desk.saw(report.gpus)
-            self._troubles.take(report)
-            for reading in report.gpus:
-                self.gpu_used(reading.uuid, reading.util / 100 if reading.util is not None else None)
-            return self.sensor.take_beat(report)
+            return self._gpu_watch.take_beat(report)
         worker = peer.rpartition(".")[0]
         if self._found is not None and self._found.wants(worker):
             self._found.heard(report)
@@ -548,59 +382,15 @@ class Node:
     def _published(self, event: bytes) -> None:
         self._control.publish(event)
         if self.tells_events:
-            self._report(voice.EventLine(event.decode()))
-
-    # --- what workers ask for ---------------------------------------------------------------------------------------------------
-
-    def quarantine(self, gpus: tuple[str, ...], by: str, why: str) -> None:
-        """Keep every worker off these GPUs."""
-        self.desk.quarantine(gpus, by, why)
-
-    def release(self, by: str) -> None:
-        """What kept GPUs out of use under this name is over."""
-        self.desk.release(by)
-
-    # --- what a sensor tells ----------------------------------------------------------------------------------------------------
-
-    def gpu_notice(self, notice: m.GpuNotice) -> None:
-        """A GPU is in trouble: every worker that has it, as one of its own or as a spare, is told."""
-        if not self.desk.is_loss(notice):
-            return
-        for owner in self.workers.values():
-            owner.put(m.GpuWarned(notice))
-
-    def gpu_cleared(self, uuid: str, kind: m.GpuTrouble | None = None) -> None:
-        """That trouble is over."""
-        for owner in self.workers.values():
-            owner.put(m.GpuCleared(uuid, kind))
-
-    def gpu_used(self, uuid: str, util: float | None) -> None:
-        """Utilisation of a GPU, 0.0 to 1.0; None: unknown. Cheap: it may be called several times a second."""
-        for owner in self.workers.values():
-            owner.gpu_used(uuid, util)
-
-    def free_memory(self, worker: str) -> None:
-        self.run_task(self._free(worker))
-
-    def tidy_memory(self, worker: str, keep: str) -> None:
-        """Free what only engines of ``worker`` used that are gone. ``keep``: its KV set in use."""
-        if self.keeper is not None:
-            self.run_task(self.keeper.tidy(worker, keep))
-
-    async def _free(self, worker: str) -> None:
-        if self.keeper is None or not self.keeper.policy.wanted:
-            return
-        try:
-            await self.keeper.free(worker)
-        except (KeeperError, TimeoutError) as error:
-            self.journal.add("keeper.free_failed", f"memory of {worker} was not freed: {error}", level="warning", worker=worker)
+            self.report(voice.EventLine(event.decode()))
 
     def routes_changed(self) -> None:
         self._routes.changed()
 
     def _send_routes(self, routes: Routes) -> None:
         # A gateway that is being adopted knows more than we do until all workers are.
-        if self.gateway is not None and self.gateway.beat is not None and not self._adopting:
+        gateway = self.parts.gateway
+        if gateway is not None and gateway.beat is not None and not self._adopting:
             self.beats.send(GATEWAY, routes)
 
     @property
@@ -614,22 +404,6 @@ class Node:
                 await engine.observe()
                 await asyncio.sleep(OBSERVE_S)
             await asyncio.sleep(OBSERVE_S)
-
-    async def _watch_sensor(self, sensor: SensorPart) -> None:
-        while True:
-            await asyncio.sleep(SENSOR_LOOK_S)
-            sensor.end_if_silent(time.monotonic())
-            if sensor.stale(time.monotonic()):
-                continue
-            kept = status.kept_by_device(self.keeper)
-            for uuid, size in learn_overheads(sensor, self.workers, self._overhead_keys, self._baselines, kept, self._overheads).items():
-                words = f"an engine takes {device_memory.gib(size)} of GPU {uuid} beside weights and KV"
-                self.journal.add("gpu.overhead", words, data={"gpu_uuid": uuid, "bytes": size})
-
-    def _gpu_news(self, news: GpuNews) -> None:
-        index = next((gpu["index"] for gpu in self.gpus if gpu["uuid"] == news.uuid), "?")
-        data = {"gpu_uuid": news.uuid, "number": news.number}
-        self.journal.add(f"gpu.{news.kind.value}", f"GPU {index} ({news.uuid}): {news.text}", level="warning", data=data)
 
     def write_record(self) -> None:
         """Leave for clients where they find what."""
@@ -649,57 +423,3 @@ def _nursery_state(part: NurseryPart | None) -> NurseryState:
     if part is None:
         return NurseryState.NONE
     return NurseryState.READY if part.client is not None else NurseryState.STARTING
-
-
-def run(loaded: LoadedConfig, runtime_dir: Any, *, reporter: Callable[[str], None], adapters: Mapping[str, str] | None = None) -> int:
-    """Run the node that ``loaded`` describes in the foreground until it is stopped; return the exit code.
-
-    Raises:
-        SupervisorError: it is supervised already, parts of it are alive, or it could not be brought up.
-    """
-    with node_setup.claimed(runtime_dir, loaded.config) as claim:
-        node_setup.prepare_process()
-        found = claim.found
-        service = Service(ServiceManager.from_environment(os.environ), claim.paths.runtime, claim.index)
-        sockets = service.take_sockets()
-        if claim.listened != claim.config.gateway.listen:  # kept for another address
-            while sockets:
-                sockets.pop().close()
-        if not sockets:
-            sockets = node_setup.listen(claim.config) if found is None else found.sockets(node_setup.bind)
-        return asyncio.run(_run(loaded, claim, sockets, service, reporter, adapters))
-
-
-async def _run(
-    loaded: LoadedConfig,
-    claim: node_setup.Claim,
-    sockets: list[socket.socket],
-    service: Service,
-    reporter: Callable[[str], None],
-    adapters: Mapping[str, str] | None,
-) -> int:
-    found = claim.found
-    path = str(Path(loaded.path).absolute()) if found is None else found.record.config_path
-    with voice.apart(reporter) as say:
-        if found is not None:
-            found.tell(loaded, say)
-        text = loaded.text if found is None or claim.config == loaded.config else ""
-        node = Node(
-            claim.config,
-            claim.paths,
-            reporter=say,
-            sockets=sockets,
-            adapters=adapters,
-            config_path=path,
-            config_text=text,
-            found=found,
-            service=service,
-            marks=claim.marks,
-        )
-        node.tells_events = getattr(reporter, "wants_events", False)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, node.request_stop, signal.Signals(number).name)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup and `start -d` have it
-            loop.add_signal_handler(signal.SIGHUP, node.hung_up)
-        return await node.serve()

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shadowsup.supervisor.beats import BeatRouter
 from shadowsup.supervisor.engine_process import EngineProcess, Host, placed
@@ -27,6 +27,10 @@ from shadowsup.supervisor.since import Since
 from shadowsup.wire.engine import Beat, EngineState, GatewayBeat, Hurry, Promote, Report, Stop
 from shadowsup.wire.sensor import SensorBeat
 
+if TYPE_CHECKING:
+    from shadowsup.supervisor.gpu_desk import GpuDesk
+    from shadowsup.supervisor.node_memory import KeptMemory
+
 log = logging.getLogger("shadowsup.worker")
 
 
@@ -45,19 +49,13 @@ class Surroundings(Protocol):
     beats: BeatRouter
     journal: Journal
     recoveries: RecoveryBook
+    desk: GpuDesk
+    memory: KeptMemory
 
     @property
     def stopping(self) -> bool: ...
 
     def routes_changed(self) -> None: ...
-
-    def quarantine(self, gpus: tuple[str, ...], by: str, why: str) -> None: ...
-
-    def release(self, by: str) -> None: ...
-
-    def free_memory(self, worker: str) -> None: ...
-
-    def tidy_memory(self, worker: str, keep: str) -> None: ...
 
     def run_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
 
@@ -296,22 +294,22 @@ class WorkerOwner:
                     self.engines[engine].wants_tail = record is not None and not record.committed and record.stop is None
                     self.engines[engine].kill_tree()
             case m.Quarantine(engine=by, gpus=gpus, why=why):
-                self._node.quarantine(gpus, by, why)
+                self._node.desk.quarantine(gpus, by, why)
             case m.Unquarantine(engine=by):
-                self._node.release(by)
+                self._node.desk.release(by)
             case m.Forget(engine=engine):
                 process = self.engines.pop(engine, None)
                 if process is not None:
                     process.discard()
-                self._node.release(engine)  # whichever GPU it held
+                self._node.desk.release(engine)  # whichever GPU it held
             case m.Announce():
                 self._announce(action)
             case m.Record():
                 self._record(action)
             case m.FreeMemory():
-                self._node.free_memory(self.name)
+                self._node.memory.free(self.name)
             case m.TidyMemory(keep=keep):
-                self._node.tidy_memory(self.name, keep)
+                self._node.memory.tidy(self.name, keep)
             case m.PublishRoutes():
                 self._node.routes_changed()
 

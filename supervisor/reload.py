@@ -183,7 +183,7 @@ class Reloader:
         gpus: tuple[devices.Gpu, ...] = ()
         if any(worker.gpus for worker in wanted.workers):
             gpus = await asyncio.to_thread(devices.read_gpus)
-        kept = node.keeper.segments() if node.keeper is not None else []
+        kept = node.parts.keeper.segments() if node.parts.keeper is not None else []
         overheads = device_memory.Overheads(node.paths.overheads)
 
         def look(worker: WorkerConfig, kv: KvFate) -> changes.Room:
@@ -297,9 +297,9 @@ class Reloader:
         for worker in node.config.workers:
             owner = node.workers.get(worker.name)
             if owner is not None:
-                number = next((i for i, part in enumerate(node.nurseries) if part is owner.nursery), None)
+                number = next((i for i, part in enumerate(node.parts.nurseries) if part is owner.nursery), None)
                 plan.workers.append(owner.plan(number))
-        plan.nurseries = [node.nursery_plans[int(part.label)] for part in node.nurseries]
+        plan.nurseries = [node.parts.nursery_plans[int(part.label)] for part in node.parts.nurseries]
         node.plans = plan
         try:
             node.write_plan(plan)
@@ -327,9 +327,9 @@ class Reloader:
         for owner in node.workers.values():
             owner.lines = {owner.policy.settings.revision: owner.line}
         used = {id(owner.nursery) for owner in node.workers.values()}
-        for part in [part for part in node.nurseries if id(part) not in used]:
-            node.nurseries.remove(part)
-            del node.nursery_plans[int(part.label)]
+        for part in [part for part in node.parts.nurseries if id(part) not in used]:
+            node.parts.nurseries.remove(part)
+            del node.parts.nursery_plans[int(part.label)]
             await part.stop()
             part.close()
 

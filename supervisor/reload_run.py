@@ -157,12 +157,12 @@ class Run:
         """Return why a worker that is new does not come up. The next try may have begun, and ended, already: what counts is the first."""
         policy, first = owner.policy, self._first[owner.name]
         why = f"{owner.name} does not come up: {policy.last_failure or policy.down_reason}"
-        output = await self._node.last_words(first) if "its last output" not in why else ""
+        output = await self._node.parts.last_words(first) if "its last output" not in why else ""
         return f"{why}\nthe last output of {first}:\n{output}" if output else why
 
     async def _nursery(self, plan: node_setup.NurseryPlan) -> NurseryPart | None:
         """Return a nursery that runs; None: it does not come up, and neither will engines that are started without it, but they say why."""
-        part = self._node.nursery(plan)
+        part = self._node.parts.nursery(plan)
         try:
             await self._or_interrupted(part.started(NURSERY_READY_S))
         except SupervisorError as error:
@@ -189,7 +189,7 @@ class Run:
         if known is None:
             first = node.registry.mark(plan.name).seq + 1  # there may have been one of this name: ids are not used again
             known = node.own(plan, part)
-            node.begin_worker(known)
+            node.memory.begin_worker(known)
             node.run_task(tell_when_up(known, node.listen, node.report))
             node.routes_changed()
             self._first[plan.name] = f"{plan.name}.{first}"
@@ -236,10 +236,10 @@ class Run:
 
     async def _retune(self, config: NodeConfig, sockets: list[socket.socket]) -> None:
         node, section = self._node, config.gateway
-        if node.gateway is None:
+        if node.parts.gateway is None:
             return
         keys = str(section.api_key_file) if section.api_key_file else None
-        left = await node.gateway.retune(Retune(api_key_file=keys, max_inflight=section.max_inflight), sockets)
+        left = await node.parts.gateway.retune(Retune(api_key_file=keys, max_inflight=section.max_inflight), sockets)
         if sockets:
             self._sockets, self._left = [], left
             node.listen = port_of(sockets)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def status(node: Node) -> dict[str, Any]:
     """Return the answer to ``status`` (interface: status -o json)."""
     now_s = time.monotonic()
-    kept = kept_by_device(node.keeper)
+    kept = kept_by_device(node.parts.keeper)
     pids = [record.pid for owner in node.workers.values() for record in owner.policy.engines.values() if record.pid is not None]
     workers = [
         worker_status(node.workers[worker.name], node.recoveries, now_s) if worker.name in node.workers else unstarted_status(worker)
@@ -55,13 +55,13 @@ def status(node: Node) -> dict[str, Any]:
             "events_lost": node.journal.lost,
         },
         **node.reloads.status(),
-        "memkeeper": keeper_status(node.keeper),
-        "nursery": [nursery_status(nursery) for nursery in node.nurseries],
-        "sensor": sensor_status(node.sensor, now_s),
-        "gateway": gateway_status(node.gateway, node.listen),
-        "scribe": scribe_status(node.scribe),
+        "memkeeper": keeper_status(node.parts.keeper),
+        "nursery": [nursery_status(nursery) for nursery in node.parts.nurseries],
+        "sensor": sensor_status(node.parts.sensor, now_s),
+        "gateway": gateway_status(node.parts.gateway, node.listen),
+        "scribe": scribe_status(node.parts.scribe),
         "workers": workers,
-        "gpus": [gpu_status(gpu, node.sensor, kept.get(gpu["uuid"], {}), pids, now_s) for gpu in node.gpus],
+        "gpus": [gpu_status(gpu, node.parts.sensor, kept.get(gpu["uuid"], {}), pids, now_s) for gpu in node.desk.gpus],
         "host": usage.host(kept.get(usage.HOST, {}), private),
     }
 
@@ -244,7 +244,7 @@ def recovery_json(recovery: Recovery) -> dict[str, Any]:
 
 def memory(node: Node) -> dict[str, Any]:
     """Return the answer to ``memory``: what the vault holds, oldest first."""
-    segments = node.keeper.segments() if node.keeper is not None else []
+    segments = node.parts.keeper.segments() if node.parts.keeper is not None else []
     return {
         "schema": SCHEMA,
         "segments": [
@@ -273,5 +273,5 @@ def recoveries(book: RecoveryBook, worker: str | None) -> dict[str, Any]:
 def logs(node: Node, arguments: Mapping[str, Any], workers: Sequence[str]) -> dict[str, Any]:
     """Return where the output of a worker, or of every part, is written."""
     worker = arguments.get("worker")
-    names = [worker] if worker else [*workers, "memkeeper", "gateway", *(nursery.name for nursery in node.nurseries), "scribe"]
+    names = [worker] if worker else [*workers, "memkeeper", "gateway", *(nursery.name for nursery in node.parts.nurseries), "scribe"]
     return {"schema": SCHEMA, "paths": [str(node.paths.log(name)) for name in names]}

@@ -82,9 +82,9 @@ def _become_daemon(loaded: LoadedConfig, runtime_dir: Path, pipe: int, log: tupl
         os.close(log[0])
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.default_int_handler)
-        from shadowsup.supervisor import node
+        from shadowsup.supervisor import node_run
 
-        code = int(node.run(loaded, runtime_dir, reporter=report))
+        code = int(node_run.run(loaded, runtime_dir, reporter=report))
     except ShadowsupError as error:
         code = int(getattr(error, "exit_code", ExitCode.FAILED))
         report.failed(error.message, error.hint, code)

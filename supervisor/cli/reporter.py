@@ -14,7 +14,7 @@ import click
 
 
 class Reporter(Protocol):
-    """What `shadowsup.supervisor.node.run` reports to."""
+    """What `shadowsup.supervisor.node_run.run` reports to."""
 
     def __call__(self, text: str) -> None:
         """Say one step, for people."""

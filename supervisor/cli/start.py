@@ -57,10 +57,10 @@ def start(ctx: click.Context, config: Path, detach: bool, wait: bool, tui: bool,
         from shadowsup.supervisor.cli.tui import show_started
 
         return show_started(path, loaded.config.node.name)
-    from shadowsup.supervisor import node
+    from shadowsup.supervisor import node_run
     from shadowsup.supervisor.cli.reporter import JsonLines, Lines
 
-    return int(node.run(loaded, path, reporter=JsonLines() if log_format == "json" else Lines()))
+    return int(node_run.run(loaded, path, reporter=JsonLines() if log_format == "json" else Lines()))
 
 
 def _load(config: Path) -> LoadedConfig:

@@ -63,9 +63,9 @@ def fake_run(loaded: Any, runtime_dir: Path, *, reporter: Any) -> int:
     return 0
 
 
-node = types.ModuleType("shadowsup.supervisor.node")
-node.run = fake_run  # type: ignore[attr-defined]
-sys.modules["shadowsup.supervisor.node"] = node
+node_run = types.ModuleType("shadowsup.supervisor.node_run")
+node_run.run = fake_run  # type: ignore[attr-defined]
+sys.modules["shadowsup.supervisor.node_run"] = node_run
 
 if __name__ == "__main__":
     sys.exit(run())

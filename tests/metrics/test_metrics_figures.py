@@ -195,8 +195,8 @@ def test_figures_that_cannot_be_made_cost_nothing_else(caplog: pytest.LogCapture
     class Broken:
         """A node whose gateway is up, and of which nothing else can be asked."""
 
-        gateway = SimpleNamespace(beat=object())
+        parts = SimpleNamespace(gateway=SimpleNamespace(beat=object()))
 
     send(Broken(), Tally())  # type: ignore[arg-type]
     assert "could not be made" in caplog.text
-    send(SimpleNamespace(gateway=None), Tally())  # type: ignore[arg-type]
+    send(SimpleNamespace(parts=SimpleNamespace(gateway=None)), Tally())  # type: ignore[arg-type]

@@ -274,14 +274,14 @@ def running(folder: Path, *workers: dict[str, Any], listen: str = "127.0.0.1:0")
 
 def main(config: str, runtime_dir: str) -> int:
     from shadowsup.errors import ShadowsupError
-    from shadowsup.supervisor import node
+    from shadowsup.supervisor import node_run
     from shadowsup.supervisor.config import load
 
     def report(text: str) -> None:
         print(text, flush=True)
 
     try:
-        return node.run(load(Path(config)), Path(runtime_dir), reporter=report, adapters={"transformers": "fake_engine:create"})
+        return node_run.run(load(Path(config)), Path(runtime_dir), reporter=report, adapters={"transformers": "fake_engine:create"})
     except ShadowsupError as error:
         report(f"error: {error}")
         return int(getattr(error, "exit_code", 1))
