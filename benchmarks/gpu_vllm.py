@@ -22,27 +22,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from gpu_failover import a_node, kills, plan_of, say, scaled
+from stream_gaps import Round, pace, slow, windows
 from vllm_processes import victims
 
 from shadowsup.errors import ShadowsupError
 from shadowsup.supervisor.bench import failover, machine
 from shadowsup.supervisor.bench import plain as servers
 from shadowsup.supervisor.bench.client import Stream, stream_chat
-from shadowsup.supervisor.bench.figures import percentiles
 from shadowsup.supervisor.bench.node import Node, engine_of
 from shadowsup.supervisor.bench.prompts import chats, payload
 from shadowsup.supervisor.bench.setting import Mode
@@ -175,40 +174,6 @@ async def streams_at(url: str, count: int, tokens: int, output: int, seed: int =
     wrong = [stream.error for stream in found if stream.error]
     if wrong:
         raise ShadowsupError(f"a stream failed: {wrong[0]}")
-    return found
-
-
-Round = Sequence[Stream]
-"""Streams that began together."""
-
-
-def windows(rounds: Sequence[Round], begin: float = float("-inf"), end: float = float("inf")) -> Iterator[tuple[Round, float, float]]:
-    """Yield each round with the time in which all of its streams ran, between two moments: from the last first token to the first end."""
-    for streams in rounds:
-        first = max(begin, *(stream.arrivals[0] for stream in streams))
-        last = min(end, *(stream.arrivals[-1] for stream in streams))
-        if first < last:
-            yield streams, first, last
-
-
-def pace(rounds: Sequence[Round], begin: float = float("-inf"), end: float = float("inf")) -> dict[str, Any]:
-    """Gaps between the tokens of each stream in ms, and tokens a second, in those `windows`."""
-    gaps: list[float] = []
-    tokens, seconds = 0, 0.0
-    for streams, first, last in windows(rounds, begin, end):
-        seconds += last - first
-        for stream in streams:
-            gaps += [(b - a) * 1e3 for a, b in itertools.pairwise(stream.arrivals) if first < b <= last]
-            tokens += sum(count for at, count in zip(stream.arrivals, stream.counts, strict=True) if first < at <= last)
-    return {"gap_ms": percentiles(gaps), "tokens_s": round(tokens / seconds, 1) if seconds else None}
-
-
-def slow(rounds: Sequence[Round], begin: float, end: float, above_ms: float) -> list[list[float]]:
-    """The gaps of one stream of each round that are longer than ``above_ms``: [seconds since ``begin``, ms]."""
-    found = []
-    for streams, first, last in windows(rounds, begin, end):
-        gaps = ((b - begin, (b - a) * 1e3) for a, b in itertools.pairwise(streams[0].arrivals) if first < b <= last)
-        found += [[round(at, 3), round(gap, 1)] for at, gap in gaps if gap > above_ms]
     return found
 
 

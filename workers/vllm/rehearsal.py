@@ -86,19 +86,18 @@ def rehearse(worker: Any, hurried: Callable[[], bool], *, long: bool = True) -> 
 def _rehearse(worker: Any, hurried: Callable[[], bool], long: bool) -> None:
     runner = worker.model_runner
     scheduler = worker.vllm_config.scheduler_config
-    groups = runner.kv_cache_config.kv_cache_groups
-    size = min(int(group.kv_cache_spec.block_size) for group in groups)
+    sizes = [int(group.kv_cache_spec.block_size) for group in runner.kv_cache_config.kv_cache_groups]
     for scene in scenes(
         requests=scheduler.max_num_seqs,
         batch_tokens=scheduler.max_num_batched_tokens,
         model_len=worker.model_config.max_model_len,
-        block_tokens=size,
+        block_tokens=min(sizes),
         long=long,
         on_cpu=worker.device.type == "cpu",
     ):
         if hurried():
             return
-        _play(worker, scene, [int(group.kv_cache_spec.block_size) for group in groups], int(runner.kv_cache_config.num_blocks))
+        _play(worker, scene, sizes, int(runner.kv_cache_config.num_blocks))
 
 
 def _play(worker: Any, scene: Scene, block_sizes: Sequence[int], blocks: int) -> None:

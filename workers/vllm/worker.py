@@ -110,4 +110,5 @@ class KeptWorker(Worker):
             if not alone:
                 raise
             log.exception("the first step after a promotion could not be rehearsed")
-        log.info("rehearsed in %.2f s", time.monotonic() - begun_s)
+        else:
+            log.info("rehearsed in %.2f s", time.monotonic() - begun_s)
